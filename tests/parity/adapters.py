@@ -1,4 +1,4 @@
-"""Small random LoRA adapters in the layout that PEFT saves, and checkpoints with them merged in."""
+"""Small random LoRA adapters in the layout that PEFT saves, and checkpoints into which they are merged."""
 
 import json
 import math
@@ -69,7 +69,7 @@ def make_adapter(
     use_rslora: bool = False,
     seed: int = 0,
 ) -> Weights:
-    """Write an adapter for the projections `leaves` of a checkpoint; what it adds to their weights, by name.
+    """Write an adapter for the projections `leaves` of a checkpoint. Returns its additions to their weights, by name.
 
     `own` gives rank and alpha of modules whose name has that end, where they differ.
     """
@@ -105,7 +105,8 @@ def make_expert_adapter(
 ) -> None:
     """Write an adapter for the stacks of experts of transformers' `model`, and merge it into them as PEFT does.
 
-    `is_transposed`: stacks have input before output features. `is_exchanged`: as older versions of PEFT save others.
+    `is_transposed`: stacks have input before output features. `is_exchanged`: the form that older versions of PEFT
+    save.
     """
     generator = torch.Generator().manual_seed(3)
     tensors: Weights = {}
@@ -129,7 +130,7 @@ def make_expert_adapter(
 
 
 def merge(directory: Path, checkpoint: Path, base: Weights, deltas: Weights) -> Path:
-    """A checkpoint of the merged weights in one file."""
+    """Write a checkpoint of the merged weights in one file."""
     shutil.copytree(checkpoint, directory, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     merged = {name: weight + deltas[name] if name in deltas else weight for name, weight in base.items()}
     save_file(merged, directory / "model.safetensors", metadata={"format": "pt"})

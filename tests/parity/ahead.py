@@ -1,4 +1,4 @@
-"""Runs a model runner one step ahead of what is read, on a device that is late. For the tests of deferred output."""
+"""Runs a model runner asynchronously, one step ahead, on a late device. For the tests of deferred output."""
 
 from collections.abc import Iterable
 from queue import SimpleQueue
@@ -15,7 +15,7 @@ from tests.parity.delayed_device import DelayedDevice
 
 
 class Ahead:
-    """A scheduler and a runner, with the steps between them."""
+    """A scheduler and a runner, with the unread steps between them."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -28,12 +28,12 @@ class Ahead:
         self.pipeline = StepPipeline(self.scheduler, runner, self.record, depth=2)
 
     def on_read(self, outputs: list[RequestOutput], kind: str, seconds: float) -> None:
-        """Take a step's outputs."""
+        """Process a step's outputs."""
         self.outputs += outputs
         self.steps.append(kind)
 
     def run(self, seqs: Iterable[Sequence]) -> list[RequestOutput]:
-        """All outputs of these sequences, until nothing is left to do."""
+        """All outputs of these sequences, until they have ended."""
         self.scheduler.extend(seqs)
         while self.scheduler.has_requests() or self.pipeline:
             assert self.pipeline.advance(self.on_read) is None
@@ -59,7 +59,7 @@ def waiting(runner: ModelRunner, seqs: Iterable[Sequence]) -> list[RequestOutput
 
 
 class Near(float):
-    """Equal to what differs by at most `within`: sums, and ranks of close tokens, depend on how steps are cut."""
+    """Equal up to `within`: sums, and ranks of close tokens, depend on how prompts are divided into steps."""
 
     within: float
     __hash__ = None  # type: ignore[assignment]
@@ -74,7 +74,7 @@ class Near(float):
 
 
 def by_core(runner: ModelRunner, seqs: Iterable[Sequence]) -> list[RequestOutput]:
-    """What an engine core tells that runs them to their ends."""
+    """The messages of an engine core that runs the sequences to their ends."""
     core = EngineCore(runner.config, runner, SimpleQueue(), SimpleQueue())
     for seq in seqs:
         core.input_queue.put(seq)

@@ -1,4 +1,4 @@
-"""`CapturingBackend`: the CPU's attention in plain torch, for graphs that are the call itself, over fixed metadata."""
+"""`CapturingBackend`: the CPU's attention in plain torch over fixed metadata, for graphs that are the call itself."""
 
 from dataclasses import fields
 
@@ -8,7 +8,7 @@ from models.attention.cpu_plan import CPUAttentionMetaData
 
 
 class CapturingBackend(CPUAttentionBackend):
-    """What graphs were captured with is one object a size; a replay finds a step's values in it."""
+    """The metadata of a graph is one object for each size, into which each replay copies the step's values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class CapturingBackend(CPUAttentionBackend):
         self.most = max_batch_size, max_blocks
 
     def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> AttentionMetaData | None:
-        """See `AttentionBackend`. What it gives holds no step before `prepare_for_replay`."""
+        """See `AttentionBackend`. Its metadata has no step before `prepare_for_replay`."""
         return self.held.setdefault((batch_size, query_len), object.__new__(CPUAttentionMetaData))
 
     def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:

@@ -25,14 +25,14 @@ CHAT_TEMPLATE = (
 
 
 class Family(NamedTuple):
-    """A model of transformers that checkpoints are made of."""
+    """A model of transformers from which checkpoints are made."""
 
     config_class: type[PreTrainedConfig]
     model_class: type[PreTrainedModel]
     defaults: Mapping[str, Any] = MappingProxyType({})
-    """Fields of its config, before a checkpoint's own."""
+    """Fields of its config, overridden by a checkpoint's own."""
     norm_mean: float = 1.0
-    """Of the weights of its norms: 0 where the model adds the one."""
+    """Mean of the weights of its norms: 0 if the model adds 1."""
 
 
 _FAMILIES = {"llama": Family(LlamaConfig, LlamaForCausalLM), "qwen3": Family(Qwen3Config, Qwen3ForCausalLM)}
@@ -50,8 +50,8 @@ def make_checkpoint(
 ) -> Path:
     """Write config, weights, tokenizer and chat template into `directory`, which is returned.
 
-    `overrides` are fields of the transformers config; `vocab_size` must be at least 259. Weights are drawn so that
-    attention is far from uniform and every bias and norm matters.
+    `overrides` are fields of the transformers config; `vocab_size` must be at least 259. Weights are random with
+    scales for which attention is far from uniform and every bias and norm matters.
     """
     if isinstance(family, str):
         family = _FAMILIES[family]
@@ -74,7 +74,7 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         saved = model.state_dict().keys()
-        # Some routers keep a bias as a buffer. MiniMax's others follow from its configuration.
+        # Some routers keep a bias as a buffer. MiniMax's other buffers follow from its configuration.
         buffers = [
             (name, buffer)
             for name, buffer in model.named_buffers()

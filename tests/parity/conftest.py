@@ -1,4 +1,4 @@
-"""Nothing of one test's operators is left for the next; KAON_TEST_OPERATORS limits the instructions that they use."""
+"""After each test, its operators are removed; KAON_TEST_OPERATORS limits the instructions that tests use."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ collect_ignore_glob = [] if _HAS_TRITON else ["test_triton_*.py"]
 
 
 def _limit_operators(name: str) -> None:
-    """Have tests see a library of instruction sets up to `name`, or none at all; before they are imported."""
+    """Let tests use a library of instruction sets up to `name`, or none at all; called before they are imported."""
     if name == "none":
         library.load_library = cache(lambda: None)
         return
@@ -32,12 +32,12 @@ if "KAON_TEST_OPERATORS" in os.environ:
 
 
 def pytest_report_header() -> str | None:
-    """Says what is left out."""
+    """The reason for skipping them."""
     return None if _HAS_TRITON else "Triton is not installed: the tests of its kernels are left out"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where kernels are not interpreted, their tests are tests of the GPU."""
+    """If kernels are not interpreted, their tests are tests of the GPU."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         for item in items:
             if item.path.name.startswith("test_triton_") and item.path.name != "test_triton_compiles.py":
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
-    """Whichever tests ran before in this process."""
+    """Independent of the tests that ran before in this process."""
     torch.manual_seed(0)
 
 

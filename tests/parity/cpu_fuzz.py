@@ -1,6 +1,6 @@
 """Random shapes through the CPU operators of a given library: `python -m tests.parity.cpu_fuzz LIBRARY ROUNDS`.
 
-Run by test_cpu_sanitized.py over a build that ends at the first access out of bounds.
+test_cpu_sanitized.py runs it over a build that ends at the first access out of bounds.
 """
 
 import random
@@ -31,7 +31,7 @@ from tests.parity.test_cpu_sampling import draw as draw_tokens
 
 
 def fuzz(rounds: int, paths: Sequence[int]) -> None:
-    """Raises `AssertionError` where a result is wrong."""
+    """Raises `AssertionError` if a result is wrong."""
     draw = random.Random(0)
     for number in range(rounds):
         runtime.start(draw.choice((1, 2, 3)), draw.choice(paths))
@@ -196,7 +196,7 @@ def _attention(draw: random.Random, seed: int) -> None:
 
 def _latents(draw: random.Random, seed: int) -> None:
     rank, rope, block_size = 32 * draw.choice((1, 2, 3, draw.randint(4, 16))), 32, draw.choice((16, 32))
-    # Products are slow in a build that checks them: of wide latents there are few heads, or few tokens.
+    # Products are slow in a sanitized build: with wide latents there are few heads, or few tokens.
     heads = draw.randint(1, 20)
     longest = 140 if rank < 128 or heads <= 4 else 24
     lengths = [min(draw.choice((1, 16, 63, 90)), longest), draw.randint(1, longest)]

@@ -1,4 +1,4 @@
-"""`DelayedDevice`: a CPU that behaves as late as a GPU may, so that mistakes in the order of things fail tests."""
+"""`DelayedDevice`: a CPU that is as late as a GPU may be, so that mistakes in the order of operations fail tests."""
 
 import torch
 
@@ -9,18 +9,18 @@ GARBAGE = 0x7B
 
 
 class DelayedDevice(HostDevice):
-    """What is copied to pinned memory arrives when an event behind the copy is waited for; until then it is garbage.
+    """Copies to pinned memory arrive when an event after them is waited for; until then the memory is garbage.
 
-    What is copied from pinned memory must still be there at that time, as the device may not have read it before.
+    The source of a copy from pinned memory must be unchanged at that time, as the device may not have read it before.
     """
 
     is_host = False
 
     def __init__(self) -> None:
         self._pinned: dict[int, torch.Tensor] = {}
-        """By address; kept, so that nothing else comes to lie there."""
+        """By address; stored, so that the addresses are not reused."""
         self._waiting: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
-        """Copies that have not happened yet: source or target in pinned memory, what was copied, and which way."""
+        """Pending copies: source or target in pinned memory, the copied tensor, and the direction."""
         self._num_done = 0
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ class DelayedDevice(HostDevice):
         return _Later(self, self._num_done + len(self._waiting))
 
     def reach(self, place: int) -> None:
-        """The device has come so far."""
+        """Complete all work of the device up to this point."""
         while self._num_done < place:
             pinned, content, to_host = self._waiting.pop(0)
             if to_host:
@@ -55,7 +55,7 @@ class DelayedDevice(HostDevice):
             self._num_done += 1
 
     def has_reached(self, place: int) -> bool:
-        """Whether the device has surely come so far."""
+        """Whether the device has certainly completed the work."""
         return self._num_done >= place
 
 
@@ -73,7 +73,7 @@ class _Later:
 
 
 def read(launched: LaunchedTokens, downloads: Downloads) -> SampledTokens:
-    """Read tokens by way of copies that are begun before they are waited for, as the launcher does."""
+    """Read tokens by copies that are begun before they are waited for, as the launcher does."""
     words = (launched.candidates.words, launched.logprobs)
     begun = [downloads.begin(each) for each in words if each is not None]
     return launched.read(*(download.wait() for download in begun))

@@ -2,7 +2,7 @@
 
 A reference computes a whole sequence at once, from tokens and the hidden states that are read with them. It is written
 from the papers: EAGLE (2401.15077), EAGLE-3 (2503.01840), DeepSeek-V3 (2412.19437). The decoder layer of an MTP module
-is the target's own, for which transformers stands.
+is the target's own, computed by transformers.
 """
 
 import json
@@ -39,7 +39,7 @@ class Reference(Protocol):
     """A drafter over whole sequences."""
 
     def forward(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        """What follows of the tokens and the hidden states read with them. # [n], [n, H] -> [n, H]"""
+        """The output for tokens and the hidden states that are read with them. # [n], [n, H] -> [n, H]"""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [n, H] -> [n, V]"""
@@ -59,7 +59,7 @@ class MTPPair:
     """A target with an MTP layer as published, and the same layers as one deeper model, for the reference."""
 
     def __init__(self, directory: Path, variant: Variant, *, has_own: bool = False, seed: int = 0) -> None:
-        """`has_own`: whether embedding and head of the layer are others than the target's."""
+        """`has_own`: whether the layer has an embedding and a head other than the target's."""
         self.whole, self.path = directory / "whole", directory / "published"
         overrides = dict(variant.overrides)
         num_layers = overrides.pop("num_hidden_layers", variant.family.defaults.get("num_hidden_layers", 2))
@@ -167,7 +167,7 @@ class V4Pair:
 
 
 class V4Reference:
-    """See `Reference`: DeepSeek's own code of the layer, in words of torch, around transformers' decoder layer."""
+    """See `Reference`: DeepSeek's own code of the layer, written in torch, around transformers' decoder layer."""
 
     def __init__(self, pair: V4Pair) -> None:
         self._own, self._num_layers = pair.own, pair.num_layers
@@ -179,7 +179,7 @@ class V4Reference:
     def _through(
         self, layers: list[nn.Module], embedded: torch.Tensor, streams: torch.Tensor | None, **ids: Any
     ) -> Any:
-        """The streams after these layers, which the first of them receives. # [n, count, H]"""
+        """The streams that the first of these layers receives. # [n, count, H]"""
         self._deep.layers, found = nn.ModuleList(layers), []
         hooks = [layers[-1].register_forward_hook(lambda _module, _args, output: found.append(output[0]))]
         if streams is not None:
@@ -192,7 +192,7 @@ class V4Reference:
 
     @torch.inference_mode()
     def streams_of(self, tokens: list[int]) -> torch.Tensor:
-        """The target's after its last layer, next to each other. # [n, count * H]"""
+        """The target's streams after its last layer, concatenated. # [n, count * H]"""
         ids = torch.tensor([tokens])
         return self._through(self._layers[: self._num_layers], ids, None, input_ids=ids).flatten(1)  # type: ignore[no-any-return]
 
@@ -220,7 +220,7 @@ _LAYERED = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.
 
 
 class _Weights:
-    """Random tensors as `make_checkpoint` draws them."""
+    """Random tensors with the scales of `make_checkpoint`."""
 
     def __init__(self, seed: int, norm_mean: float = 1.0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -246,7 +246,7 @@ def make_eagle(
     seed: int = 5,
     **config: Any,
 ) -> Path:
-    """An EAGLE (`version` 1) or EAGLE-3 (3) head for a target, which is returned."""
+    """Write an EAGLE (`version` 1) or EAGLE-3 (3) head for a target, and return its directory."""
     directory.mkdir(parents=True)
     fields = json.loads((target / CONFIG).read_text())
     vocab, target_size = fields["vocab_size"], fields["hidden_size"]
@@ -323,7 +323,7 @@ class TargetStates:
     """Hidden states of the target, by transformers."""
 
     def __init__(self, path: Path, num_layers: int | None = None) -> None:
-        """`num_layers`: the first layers that are computed; None: all."""
+        """`num_layers`: the number of first layers to compute; None: all."""
         self.model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -333,12 +333,12 @@ class TargetStates:
 
     @torch.inference_mode()
     def final(self, tokens: list[int]) -> torch.Tensor:
-        """After the final norm. # [n, H]"""
+        """Hidden states after the final norm. # [n, H]"""
         return self.model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def inputs_of(self, layers: tuple[int, ...], tokens: list[int]) -> torch.Tensor:
-        """Residual streams that layers receive, next to each other. # [n, H * layers]"""
+        """Residual streams that layers receive, concatenated. # [n, H * layers]"""
         output = self.model.model(torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
         return torch.cat([output.hidden_states[layer][0] for layer in layers], dim=-1)
 
@@ -384,7 +384,7 @@ class MTPReference:
 
 
 class EagleReference:
-    """See `Reference`; of both versions."""
+    """See `Reference`; for both versions."""
 
     def __init__(self, path: Path, target: Path) -> None:
         self._config = json.loads((path / CONFIG).read_text())
@@ -452,7 +452,7 @@ class EagleReference:
         )
 
 
-# What is tested
+# The drafter under test
 
 
 def load_head(
@@ -476,7 +476,7 @@ def load_head(
 
 
 class PagedDraft:
-    """A drafter with a paged cache full of NaN, over one sequence, whose blocks are not in order."""
+    """A drafter with a paged cache full of NaN, over one sequence with blocks in random order."""
 
     def __init__(self, drafter: DraftLM, dtype: torch.dtype = torch.float32, *, num_blocks: int = 8) -> None:
         self.drafter = drafter
@@ -491,7 +491,7 @@ class PagedDraft:
 
     @torch.inference_mode()
     def step(self, first: int, compute: Callable[[torch.Tensor], torch.Tensor], count: int) -> torch.Tensor:
-        """What `compute` makes of the positions from `first` on, in a step of so many. # [count, H]"""
+        """The results of `compute` for the positions from `first` on, in steps of `step` positions. # [count, H]"""
         span = np.arange(first, first + count)
         metadata = self._backend.build_metadata(
             query_lens=[count],

@@ -1,4 +1,4 @@
-"""Small random checkpoints of embedding models, classifiers and rerankers, as sentence-transformers lays them out."""
+"""Small random checkpoints of embedding models, classifiers and rerankers, in sentence-transformers' layout."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def add_modules(
     prompts: dict[str, str] | None = None,
 ) -> Path:
     """Write sentence-transformers' modules next to a checkpoint: pooling by `pooling_modes` (`lasttoken`,
-    `mean_tokens`, …), perhaps a layer of `dense` (in, out) features, and normalisation."""
+    `mean_tokens`, …), optionally a layer of `dense` (in, out) features, and normalisation."""
     kinds = ["Pooling", *(["Dense"] if dense else []), *(["Normalize"] if normalize else [])]
     modules = [{"idx": 0, "name": "0", "path": "", "type": f"{_MODULE}.Transformer"}]
     for index, kind in enumerate(kinds, 1):
@@ -76,26 +76,26 @@ def _add_dense(folder: Path, in_features: int, out_features: int) -> None:
 
 
 def qwen3_embedding(directory: Path, **overrides: Any) -> Path:
-    """As Qwen3-Embedding: a language model whose last token is pooled and normalised, with prompts."""
+    """Like Qwen3-Embedding: a language model whose last token is pooled and normalised, with prompts."""
     make_checkpoint(directory, "qwen3", **{"tie_word_embeddings": True, **overrides})
     return add_modules(directory, "lasttoken", prompts={"query": "Find what answers: ", "document": ""})
 
 
 def qwen3_classifier(directory: Path, num_labels: int = 1, **overrides: Any) -> Path:
-    """As the conversion of Qwen3-Reranker to a classifier, or as any classifier over a language model."""
+    """Like the conversion of Qwen3-Reranker to a classifier, or like any classifier over a language model."""
     family = Family(Qwen3Config, Qwen3ForSequenceClassification)
     return make_checkpoint(directory, family, num_labels=num_labels, **overrides)
 
 
 def qwen3_reranker(directory: Path, **overrides: Any) -> Path:
-    """As Qwen3-Reranker: a language model whose answers no and yes, here the letters n and y, make the score."""
+    """Like Qwen3-Reranker: a language model whose logits of yes and no, here the letters y and n, give the score."""
     make_checkpoint(directory, "qwen3", **{"tie_word_embeddings": True, **overrides})
     edit_json(directory / "config.json", classifier_from_token=["n", "y"])
     return directory
 
 
 def embedding_gemma(directory: Path) -> Path:
-    """As EmbeddingGemma: Gemma 3 with attention in both directions, the mean, and two layers without activations."""
+    """Like EmbeddingGemma: Gemma 3 with attention in both directions, the mean, and two layers without activations."""
     fields = {
         "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -129,7 +129,7 @@ def encoder(directory: Path, family: str, num_labels: int | None = None, **overr
     make_checkpoint(directory, chosen, num_key_value_heads=None, head_dim=None)
     file = str(directory / "tokenizer.json")
     tokenizer = Tokenizer.from_file(file)
-    # As RoBERTa has it: the token before the padding begins a text.
+    # As in RoBERTa: positions begin after the padding's index.
     first, last = "<|endoftext|>", "<|im_end|>"
     second = 1 if family == "bert" else 0
     tokenizer.post_processor = TemplateProcessing(

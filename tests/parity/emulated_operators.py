@@ -1,7 +1,7 @@
 """`EmulatedLibrary`: the CPU operators compiled for Arm, run by an emulator behind the interface of `Library`.
 
-`python -m tests.parity.emulated_operators DRIVER ROUNDS [ISA]` runs cpu_fuzz.py over it: the process that
-cpu_driver.c is compiled to gets each operator's arguments with the memory that these point to, and returns the memory.
+`python -m tests.parity.emulated_operators DRIVER ROUNDS [ISA]` runs cpu_fuzz.py over it: the process that cpu_driver.c
+is compiled to receives each operator's arguments with the memory to which they point, and returns the memory.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _LINE = 64
 
 
 class EmulatedLibrary:
-    """One emulated process. What of `Library` operators on their own need."""
+    """One emulated process, with the part of `Library` that single operators need."""
 
     def __init__(self, driver: Path, cpu: str = "max") -> None:
         """`driver`: cpu_driver.c with the operators; `cpu`: a processor of the emulator."""
@@ -48,14 +48,14 @@ class EmulatedLibrary:
         self.run_on(operations._kept, step, _memory_of_callers())
 
     def run_on(self, operations: Sequence[Arguments], step: Step, memory: dict[int, int]) -> None:
-        """Run operators on copies of the memory, of which `memory` has the sizes by address, and take it over."""
+        """Run operators on copies of the memory, whose sizes by address are in `memory`, and copy the results back."""
         structures = {ctypes.addressof(each): each for each in operations}
         memory = {**memory, **{address: ctypes.sizeof(each) for address, each in structures.items()}}
         offsets: dict[int, int] = {}
         end = 0
 
         def there(pointer: int) -> int:
-            """The address in the emulated process. Memory is laid out as it is met."""
+            """The address in the emulated process. Memory is laid out in order of first use."""
             nonlocal end
             for begin, size in memory.items():
                 if begin <= pointer < begin + max(1, size):
@@ -105,7 +105,7 @@ class EmulatedLibrary:
 
 
 def _moved(structure: ctypes.Structure, there: Callable[[int], int]) -> bytes:
-    """A structure with its pointers as another process has them."""
+    """A structure with its pointers translated to another process."""
     copy = type(structure).from_buffer_copy(structure)
     for name, kind, *_ in structure._fields_:
         pointer = getattr(copy, name)
@@ -149,7 +149,7 @@ def _memory_of_callers() -> dict[int, int]:
 
 
 def use(library: EmulatedLibrary) -> None:
-    """Have operators of this process run there."""
+    """Run the operators of this process there."""
 
     def run(self: object, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
         memory = _memory_of(list(kept)) | _memory_of(list(step.kept)) | _memory_of_callers()

@@ -1,7 +1,7 @@
-"""Replicas as processes that share experts out, against one that has all: `python -m tests.parity.exchange_fuzz ROUNDS
+"""Replicas as processes that divide experts, against one that has all: `python -m tests.parity.exchange_fuzz ROUNDS
 [LIBRARY]`.
 
-Run by test_expert_parallel.py, and by test_cpu_sanitized.py over a build that ends at the first access out of bounds.
+test_expert_parallel.py runs it, and test_cpu_sanitized.py over a build that ends at the first access out of bounds.
 """
 
 import os
@@ -27,12 +27,12 @@ SHARE = EXPERTS // REPLICAS
 
 
 class Step:
-    """What all replicas compute in a round, as each of them draws it."""
+    """The work of all replicas in a round, generated equally by each of them."""
 
     def __init__(self, draw: random.Random, number: int) -> None:
         self.counts = tuple(draw.choice((0, 0, 1, 2, 17, MOST_TOKENS)) for _ in range(REPLICAS))
         top_k = draw.choice((1, 4))
-        # Sometimes all ask the experts of one replica, or some that other ranks see to.
+        # Sometimes all tokens go to the experts of one replica, or to some of other ranks.
         experts = draw.choice((range(EXPERTS), range(SHARE), range(EXPERTS + 4)))
         self.hidden = [bf16(max(1, count), SIZE, seed=7 * number + each) for each, count in enumerate(self.counts)]
         self.ids = [
@@ -41,14 +41,14 @@ class Step:
 
 
 def stack(experts: range, weight: torch.Tensor) -> PackedWeight:
-    """Those experts of `weight` [EXPERTS, SIZE, SIZE]."""
+    """The experts of a replica among `weight` [EXPERTS, SIZE, SIZE]."""
     packed = PackedWeight(len(experts) * SIZE, SIZE)
     packed.put(0, weight[experts.start : experts.stop].reshape(-1, SIZE))
     return packed
 
 
 def expected(step: Step, replica: int, whole: PackedWeight) -> torch.Tensor:
-    """The answers to a replica's pairs; 0 where nobody is asked. # [tokens, top_k, SIZE]"""
+    """The results of a replica's pairs; 0 for pairs without an expert. # [tokens, top_k, SIZE]"""
     ids = step.ids[replica]
     counts, tokens, places = expert_ops.sort_pairs(ids.clamp(max=EXPERTS - 1), EXPERTS)
     products = ops.grouped_linear(step.hidden[replica], whole, None, counts, tokens=tokens)[places]
@@ -56,7 +56,7 @@ def expected(step: Step, replica: int, whole: PackedWeight) -> torch.Tensor:
 
 
 def be_replica(replica: int, descriptor: int, rounds: int) -> None:
-    """Raises `AssertionError` where a token gets other bits than from one that has all experts."""
+    """Raises `AssertionError` if a token's bits differ from those of a replica with all experts."""
     draw = random.Random(0)
     own = random.Random(replica)
     loaded = runtime.start(1)
@@ -80,7 +80,7 @@ def be_replica(replica: int, descriptor: int, rounds: int) -> None:
         wanted = expected(step, replica, whole) if step.counts[replica] else torch.zeros_like(found)
         assert torch.equal(found, wanted), f"round {number}, replica {replica}"
     if replica:
-        # They wait for one that does not come any more.
+        # They wait for one that has left.
         with pytest.raises(ReplicaLeft, match="replica 0 has left"):
             exchange.agree(0)
     else:

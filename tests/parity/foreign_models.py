@@ -1,4 +1,4 @@
-"""Models of transformers that have no class here: those that the general route is proven on, and refused ones."""
+"""Models of transformers that have no class here: those that test the general route, and refused ones."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.parity.checkpoints import Family, make_checkpoint
 
 
 class Foreign(NamedTuple):
-    """A model by the stem of its names in transformers."""
+    """A model by the prefix of its names in transformers."""
 
     stem: str
     overrides: Mapping[str, Any] = MappingProxyType({})
@@ -54,7 +54,7 @@ _INDEXED = {
     "moe_intermediate_size": 48,
 }
 
-# Of a model with a class here, which the tests run by the general route as well.
+# A model with a class here, which the tests run by the general route as well.
 GLM_MOE_DSA = Foreign("GlmMoeDsa", {**_INDEXED, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]})
 
 SERVED = [
@@ -122,4 +122,4 @@ REFUSED = [
     (Foreign("Mamba"), "has layers of linear_attention"),
     (Foreign("Mpt", {"attn_config": {"alibi": True}}), "alibi of .* is true"),
 ]
-"""With a part of the sentence."""
+"""Refused models, with a part of the error message."""

@@ -1,4 +1,4 @@
-"""Sampling by the argmax of scores, in the plainest way: one row and one number at a time, in float64."""
+"""Sampling by the argmax of scores, in the simplest way: one row and one number at a time, in float64."""
 
 import math
 
@@ -36,7 +36,7 @@ def random_word(key: int, token: int) -> int:
 
 def noise(key: int, token: int) -> float:
     bits = random_word(key, token)
-    # Either end of (0, 1) is exact to its last bit.
+    # Both ends of (0, 1) are exact to the last bit.
     if bits < 1 << 63:
         return -math.log(-math.log1p(-(bits + 0.5) * 2.0**-64))
     return -math.log(-math.log((_LONG - bits + 0.5) * 2.0**-64))
@@ -47,7 +47,8 @@ def noises(key: int, width: int) -> np.ndarray:
 
 
 def kept_tokens(scaled: np.ndarray, *, top_k: int, top_p: float, min_p: float, slack: float = 0.0) -> np.ndarray:
-    """The tokens that filters keep of scaled logits. `slack`: a share, added to the mass at which top-p cuts."""
+    """The tokens within the filters of scaled logits. `slack`: a probability, added to the mass at which top-p
+    cuts."""
     weights = np.exp(scaled.astype(np.float64))
     order = np.lexsort((np.arange(len(scaled)), -scaled))[:top_k]
     cdf = np.cumsum(weights[order])
@@ -58,6 +59,6 @@ def kept_tokens(scaled: np.ndarray, *, top_k: int, top_p: float, min_p: float, s
 
 
 def best_tokens(scaled: np.ndarray, kept: np.ndarray, noise: np.ndarray, tolerance: float = 0.0) -> set[int]:
-    """The kept tokens whose scores are within `tolerance` of the largest."""
+    """The filtered tokens whose scores are within `tolerance` of the largest."""
     scores = scaled[kept].astype(np.float64) + noise[kept]
     return {int(token) for token in kept[scores >= scores.max() - tolerance]}

@@ -1,9 +1,9 @@
-"""Kernels that compute nothing: what their launches take and allocate is what is looked at."""
+"""Kernels that compute nothing, for tests of their launches' arguments and allocations."""
 
 import pytest
 import torch
 
-# Rows of the table that name the interpreter are made before a test puts a GPU in its place.
+# Rows of the table that name the interpreter are made before a test substitutes a GPU for it.
 import models.ops.triton.configs  # noqa: F401
 from engine.sampling_params import SamplingParams
 
@@ -14,11 +14,11 @@ EACH_CHOICE = (
     SamplingParams(temperature=0.7, seed=3, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=2),
     SamplingParams(temperature=0.0, frequency_penalty=0.5, logit_bias={5: 3.0}, max_tokens=2, logprobs=0),
 )
-"""Every way of choosing a token, by other kernels each."""
+"""Every way of sampling, each of which uses other kernels."""
 
 
 def allocate_zeros(patch: pytest.MonkeyPatch) -> None:
-    """What kernels would have written is zeros."""
+    """The outputs of kernels are zeros."""
     patch.setattr(torch, "empty", torch.zeros)
     patch.setattr(torch, "empty_like", torch.zeros_like)
     patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)

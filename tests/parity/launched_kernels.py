@@ -1,11 +1,11 @@
-"""What models launch, as Triton's front end sees it: `python -m tests.parity.launched_kernels TARGET DTYPE PATH...`.
-With `--large-pool` before these, over a cache of more than 2 GiB, as most that serve are.
+"""Launches of models in Triton's front end: `python -m tests.parity.launched_kernels TARGET DTYPE PATH...`. With
+`--large-pool` before these, over a cache of more than 2 GiB, like most caches that serve.
 
-A process of its own, in which kernels are compiled and not interpreted, for a GPU that is not there. Each launch is
-bound as it would be on that GPU, with the types of its very arguments, and made into Triton's intermediate form, which
-finds what the interpreter allows: a variable that changes its type in a loop, or branches of two types. Nothing runs:
-what kernels would have written is zeros. Prints the kernels that were made, of the checkpoints at those paths, and
-after "unchecked:" each specialisation that the self-test of the start did not compare.
+A process of its own, in which kernels are compiled and not interpreted, for an emulated GPU. Each launch is bound as
+on that GPU, with the types of its arguments, and converted to Triton's intermediate form, which finds errors that the
+interpreter allows: a variable that changes its type in a loop, or branches of two types. Nothing runs: the outputs of
+kernels are zeros. Prints the compiled kernels of the checkpoints at those paths, and after "unchecked:" each
+specialisation that the self-test of the start did not compare.
 """
 
 import json
@@ -37,12 +37,12 @@ from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
 
 _MORE_THAN_2_GIB = 2**31 + 2**28
 DRAFTING = "drafting.json"
-"""File of a checkpoint's directory: fields of the config that have a model draft for it."""
+"""File in a checkpoint's directory: fields of the config by which a model drafts for it."""
 _LIMITS = {"max_num_batched_tokens": 80, "max_num_seqs": 6, "max_model_len": 128}
 
 
 class FrontEnd:
-    """Stands where Triton's compiler does, and goes no further than its intermediate form."""
+    """A replacement of Triton's compiler, which stops after its intermediate form."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -60,7 +60,7 @@ class FrontEnd:
 
 @contextmanager
 def on(target: Target) -> Iterator[FrontEnd]:
-    """Kernels of tensors on a CPU are made for such a GPU, and compute nothing."""
+    """Kernels of tensors on a CPU are compiled for the GPU, and compute nothing."""
     front_end = FrontEnd()
     with pytest.MonkeyPatch.context() as patch, absent.on(target, front_end):
         allocate_zeros(patch)
@@ -68,14 +68,14 @@ def on(target: Target) -> Iterator[FrontEnd]:
 
 
 def launch_all(path: Path, dtype: torch.dtype, checked: CheckedKernels, *, is_pool_large: bool) -> None:
-    """The self-test's launches; the warm-up's steps, and prompts and decodes whose tokens are chosen in every way."""
+    """The self-test's launches; the warm-up's steps; prompts and decodes with every way of sampling."""
     sizes = {"cudagraph_capture_sizes": (2, 4)}
     drafting = path / DRAFTING
     fields = json.loads(drafting.read_text()) if drafting.exists() else {}
     runner = runner_for(path, dtype, compilation_config=sizes, cpu_operators=False, **_LIMITS, **fields)
     for operator, cases in kernel_checks._cases_of(runner.loaded).items():
         with checked.checking(operator), pytest.MonkeyPatch.context() as patch:
-            # Kernels that compute nothing are all wrong: go on to the last comparison.
+            # Kernels that compute nothing are all wrong: continue to the last comparison.
             patch.setattr(self_test, "failure_among", lambda findings: [*findings] and None)
             self_test.first_failure(cases, runner.device)
     device = GraphDevice()
@@ -102,7 +102,7 @@ def launch_all(path: Path, dtype: torch.dtype, checked: CheckedKernels, *, is_po
 
 
 def main(*arguments: str) -> None:
-    """See the file."""
+    """Run as the process: see the module's docstring."""
     is_pool_large = arguments[0] == "--large-pool"
     arch, dtype, *paths = arguments[is_pool_large:]
     checked = CheckedKernels()

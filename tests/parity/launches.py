@@ -1,8 +1,8 @@
-"""`Launches`: how Triton would specialise each launch of a kernel. None runs: no host may wait for what they give.
+"""`Launches`: Triton's specialisation of each launch of a kernel. No kernel runs, so the host may not read results.
 
-A kernel is compiled once for each set of constexprs and each specialisation of its other arguments: integers that
-are 1 or multiples of 16, and tensors that begin at multiples of 16 bytes. What varies from step to step must not take
-part.
+A kernel is compiled once for each set of constexprs and each specialisation of its other arguments: integers that are
+1 or multiples of 16, and tensors that begin at multiples of 16 bytes. Arguments that vary from step to step must not
+be specialised.
 """
 
 import inspect
@@ -19,19 +19,19 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelParam, native_specialize_impl
 
 Key = tuple[tuple[str, Any], ...]
-"""By argument, what it is specialised to."""
+"""Specialisation by argument."""
 
 
 class Launches:
-    """Of the steps that were run inside `step`."""
+    """Launches of the steps that were run inside `step`."""
 
     def __init__(self) -> None:
         self.steps: list[dict[tuple[str, Key], set[Key]]] = []
-        """Of each step, by kernel and its constexprs, the specialisations of its launches."""
+        """For each step, by kernel and its constexprs, the specialisations of its launches."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What is launched inside is one step."""
+        """The launches inside are one step."""
         launched: dict[tuple[str, Key], set[Key]] = defaultdict(set)
 
         def recorded(kernel: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +44,8 @@ class Launches:
         self.steps.append(launched)
 
     def recompiled(self) -> list[str]:
-        """What a later step compiled again, in words: the same constexprs, and arguments of another kind."""
+        """Kernels that a later step compiled again, in words: the same constexprs, and arguments of another
+        specialisation."""
         known: dict[tuple[str, Key], set[Key]] = {}
         found = []
         for number, launched in enumerate(self.steps):
@@ -76,7 +77,7 @@ def _specialized(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @cache
 def _parameters(kernel: Any) -> list[KernelParam]:
-    """As `JITFunction` has them."""
+    """The interface of `JITFunction`."""
     unspecialized = kernel.kwargs.get("do_not_specialize") or []
     unaligned = kernel.kwargs.get("do_not_specialize_on_alignment") or []
     return [

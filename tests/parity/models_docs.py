@@ -1,6 +1,6 @@
-"""Writes the tables of docs/models.md from the proofs' own registry: `python -m tests.parity.models_docs [--check]`.
+"""Writes the tables of docs/models.md from the tests' own registry: `python -m tests.parity.models_docs [--check]`.
 
-A table lies between two markers; what is around them is written by hand. `make lint` checks them.
+A table is between two markers; the other text is written by hand. `make lint` checks them.
 """
 
 import sys
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 
 
 def architectures_table() -> str:
-    """Each architecture that has a class here, the file of it, and the variants that it is proven on."""
+    """Each architecture that has a class here, its file, and the variants by which it is tested."""
     variants = all_variants()
     rows = [
         (
@@ -34,7 +34,7 @@ def architectures_table() -> str:
 
 
 def text_parts_table() -> str:
-    """Architectures that read more than text, and the one that computes the text part."""
+    """Architectures that read images too, and the one that computes the text part."""
     rows = []
     for whole, kinds in sorted(TEXT_PARTS.items()):
         first, *others = dict.fromkeys(kinds.values())
@@ -49,7 +49,7 @@ def text_parts_table() -> str:
 
 
 def general_route_table() -> str:
-    """The models that prove the general route, and those that prove what it refuses."""
+    """The models that test the general route, and those that test its refusals."""
     served = ", ".join(f"`{foreign.architecture}`" for foreign in SERVED)
     refused = ", ".join(f"`{foreign.architecture}`" for foreign, _ in REFUSED)
     return _table(("Proven to", "Architectures"), [("run", served), ("be refused", refused)])
@@ -59,7 +59,7 @@ _RUN_BY = ("Kaon's own model", "the general route", "the general route, not prov
 
 
 def causal_models_table() -> str:
-    """Every causal model of the transformers that is installed, by the code that runs it."""
+    """Every causal model of the installed transformers, by the code that runs it."""
     served = {foreign.architecture for foreign in SERVED}
     refused = {foreign.architecture for foreign, _ in REFUSED}
     own, general, unproven, none = _RUN_BY
@@ -79,11 +79,11 @@ TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "general route": general_route_table,
     }
 )
-"""By the name in their markers."""
+"""Tables by the name in their markers."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page, or with `--check` only compare; 1 when it is out of date."""
+    """Write the page, or with `--check` only compare it. Returns 1 if it is out of date."""
     check = list(argv) == ["--check"]
     if argv and not check:
         sys.stderr.write("usage: python -m tests.parity.models_docs [--check]\n")
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def with_table(page: str, name: str, table: str) -> str:
-    """`page` with `table` between the markers of `name`. Raises `ValueError` where one is missing."""
+    """Return `page` with `table` between the markers of `name`. Raises `ValueError` if one is missing."""
     begin, end = f"<!-- table of {name}: written by `make docs` -->\n", f"<!-- end of the table of {name} -->"
     before, opening, rest = page.partition(begin)
     _, closing, after = rest.partition(end)

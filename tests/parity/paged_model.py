@@ -1,4 +1,4 @@
-"""`PagedModel`: a loaded model with a paged cache, driven step by step without the engine."""
+"""`PagedModel`: a loaded model with a paged cache, run step by step without the engine."""
 
 import inspect
 from dataclasses import dataclass, field, replace
@@ -35,11 +35,12 @@ class Row:
     slot: int = 0
     adapter: int = 0
     num_prompt_tokens: int = 0
-    """Its tokens when its first ones were computed."""
+    """Number of its tokens when its first ones were computed."""
 
 
 class PagedModel:
-    """Blocks are handed out in shuffled order, from a cache full of NaN: nothing may read what was not written."""
+    """Blocks are assigned in shuffled order, from a cache full of NaN: memory that was not written must not be
+    read."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class PagedModel:
                 tensor.fill_(torch.nan)
 
     def step(self, spans: list[tuple[Row, int]], *, num_decodes: int = 0) -> list[torch.Tensor]:
-        """Compute the next `n` tokens of each row; the logits of all of them, by row. # [n, V]"""
+        """Compute the next `n` tokens of each row. Returns the logits of all of them, by row. # [n, V]"""
         input_ids, positions, slots = [], [], []
         for row, count in spans:
             end = row.computed + count
@@ -120,14 +121,14 @@ class PagedModel:
             return list(self.model.compute_logits(hidden).cpu().split(counts))
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Of a whole prompt in one step. # [len(tokens), V]"""
+        """Logits of a whole prompt in one step. # [len(tokens), V]"""
         row = Row(tokens)
         logits = self.step([(row, len(tokens))])[0]
         self.release(row)
         return logits
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The likeliest continuation of `count` tokens: one prefill, then decodes."""
+        """The greedy continuation of `count` tokens: one prefill, then decodes."""
         row = Row(list(prompt))
         row.tokens.append(int(self.step([(row, len(prompt))])[0][-1].argmax()))
         for _ in range(count - 1):
@@ -136,9 +137,9 @@ class PagedModel:
         return row.tokens[len(prompt) :]
 
     def likeliest(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[list[int]]:
-        """The likeliest token at each place of continuations of one length, computed side by side.
+        """The argmax at each position of continuations of equal length, computed in one batch.
 
-        Of a rank that does not have the whole vocabulary's logits they mean nothing.
+        Meaningless on a rank that does not have the whole vocabulary's logits.
         """
         texts = zip(prompts, continuations, strict=True)
         rows = [Row([*tokens, *more], slot=slot) for slot, (tokens, more) in enumerate(texts)]
@@ -150,7 +151,7 @@ class PagedModel:
         return chosen
 
     def release(self, row: Row) -> None:
-        """Give a row's blocks back, poisoned."""
+        """Free a row's blocks and fill them with poison."""
         for layer in self.cache.values():
             place = row.slot if isinstance(layer, StateCache) else row.blocks
             for tensor in tensors_of(layer):
@@ -159,7 +160,7 @@ class PagedModel:
 
 
 def tensors_of(cache: LayerCache) -> tuple[torch.Tensor, ...]:
-    """All that a layer keeps."""
+    """All tensors of a layer's cache."""
     match cache:
         case KVCacheTensor():
             return cache.k_cache, cache.v_cache
@@ -182,7 +183,7 @@ class Reference:
             return self.model(torch.tensor([tokens], device=self.device)).logits[0].cpu()
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The likeliest continuation, EOS and all."""
+        """The greedy continuation, including EOS."""
         tokens, step, cache = list(prompt), list(prompt), None
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
             # Mamba has a cache of its own, without positions.
@@ -191,7 +192,7 @@ class Reference:
             return tokens[len(prompt) :]
         for _ in range(count):
             with torch.inference_mode():
-                # As its `generate` does: by itself Bamba counts positions from the start of each call.
+                # As its `generate` does: otherwise Bamba counts positions from the start of each call.
                 positions = torch.arange(len(tokens) - len(step), len(tokens), device=self.device)[None]
                 output = self.model(
                     torch.tensor([step], device=self.device),
@@ -204,7 +205,7 @@ class Reference:
         return tokens[len(prompt) :]
 
     def likeliest(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[list[int]]:
-        """The likeliest token at each place of continuations, each in one pass: they are greedy if it is their own."""
+        """The argmax at each position of continuations, each in one pass: they are greedy if these equal them."""
         texts = zip(prompts, continuations, strict=True)
         return [self.logits(tokens + more)[len(tokens) - 1 : -1].argmax(-1).tolist() for tokens, more in texts]
 
@@ -215,16 +216,16 @@ def prompt(length: int, *, seed: int = 0, vocab_size: int = 307) -> list[int]:
 
 
 def distribution(model: PagedModel | Reference, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log probabilities of a float32 model, and how far rounding may move them. # [n, V], [n, 1]"""
+    """Log probabilities of a float32 model, and bounds of their rounding errors. # [n, V], [n, 1]"""
     return with_bound(model.model, lambda: model.logits(tokens).log_softmax(-1))
 
 
 def assert_computes(model: PagedModel | Reference, tokens: list[int], found: torch.Tensor) -> None:
-    """Logits `found` are those of `model` for the last of `tokens`, up to rounding. # found: [n, V]"""
+    """Assert that logits `found` are those of `model` for the last of `tokens`, up to rounding. # found: [n, V]"""
     expected, bound = (each[-len(found) :] for each in distribution(model, tokens))
     assert_within(found.log_softmax(-1), expected, bound)
 
 
 def assert_same_distribution(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
-    """Log probabilities of every token at every position agree."""
+    """Assert that log probabilities of every token at every position agree."""
     assert_within(found.log_softmax(-1), expected.log_softmax(-1), torch.tensor(tolerance))

@@ -7,7 +7,7 @@ from models.attention.torch_paged import TorchAttentionBackend
 
 
 class CapturedTorchBackend(TorchAttentionBackend):
-    """May be captured where a graph is the call itself: that may read lengths back."""
+    """It may be captured if a graph is the call itself, which may read lengths back."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(device or torch.device("cpu"))

@@ -21,17 +21,17 @@ CPU = torch.device("cpu")
 
 
 class Ran(NamedTuple):
-    """What a run gave."""
+    """The results of a run."""
 
     vectors: list[npt.NDArray[np.float32]]
     steps: list[list[int]]
-    """The tokens that each row of each step computed."""
+    """Number of tokens of each row of each step."""
     texts: list[list[int]]
-    """The tokens that the sequences which generate have."""
+    """Tokens of the generating sequences."""
 
 
 def load_pooling(checkpoint: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> LoadedModel:
-    """A checkpoint that pools, as the start loads it."""
+    """A checkpoint that pools, loaded as at a start."""
     given = {"model": str(checkpoint), "num_kvcache_blocks": 64, "max_num_batched_tokens": 512, **settings}
     config = Config.model_validate(given)
     pooling = read_pooling(checkpoint, config.task, matryoshka=config.matryoshka)
@@ -62,7 +62,8 @@ class PoolingEngine:
     ) -> Ran:
         """Pool `prompts`, while the prompts `generating` are continued greedily by 12 tokens each.
 
-        `firsts`: of pairs, the tokens of the first text. After `preempt_after` steps all sequences are preempted.
+        `firsts`: the number of tokens of the first text of pairs. After `preempt_after` steps all sequences are
+        preempted.
         """
         pooled = [
             self._sequence(prompt, PoolingParams(params.dimensions, params.activate, first))

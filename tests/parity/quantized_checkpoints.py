@@ -1,6 +1,6 @@
-"""Quantised checkpoints in each published layout, next to dense ones of the very weights that they mean.
+"""Quantised checkpoints in each published layout, and dense ones of the same weights.
 
-The packing here is written from the formats' descriptions with NumPy, apart from what reads it.
+The packing here is written from the formats' descriptions with NumPy, independently of the code that reads it.
 """
 
 import json
@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from tests.parity.checkpoints import Family, edit_json, make_checkpoint
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""By nibble, the column of its eight that it holds."""
+"""For each nibble, the column among eight that it stores."""
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 Tensors = dict[str, torch.Tensor]
 Quantize = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
-"""From a weight to a module's tensors and the weight that they mean."""
+"""From a weight to a module's tensors and their dequantised weight."""
 
 
 class Pair(NamedTuple):
@@ -45,7 +45,7 @@ def write_pair(
 ) -> Pair:
     """A tiny model, Llama by default, whose modules that `module` selects are quantised, and its dense twin.
 
-    `by_leaf`: by the end of a module's name, where modules are quantised in several ways.
+    `by_leaf`: quantisers by the end of a module's name, if modules are quantised in several ways.
     """
     if family is None:
         shape = {"hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -68,7 +68,7 @@ def write_pair(
 
 
 def write_gpt_oss_pair(directory: Path, family: Family, **overrides: Any) -> Pair:
-    """A tiny gpt-oss as it is published, its experts as blocks and scales, and its dense twin."""
+    """A tiny gpt-oss in its published layout, with experts as blocks and scales, and its dense twin."""
     dense = make_checkpoint(directory / "dense", family, **overrides)
     quantised = make_checkpoint(directory / "quantised", family, **overrides)
     stored: Tensors = {}
@@ -89,7 +89,7 @@ def write_gpt_oss_pair(directory: Path, family: Family, **overrides: Any) -> Pai
 
 
 def scatter(path: Path, *, seed: int = 0, shards: int = 5) -> None:
-    """Spread a checkpoint's tensors over several files at random."""
+    """Distribute a checkpoint's tensors over several files at random."""
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
     places = np.random.default_rng(seed).integers(0, shards, len(tensors))
@@ -102,7 +102,7 @@ def scatter(path: Path, *, seed: int = 0, shards: int = 5) -> None:
 def stack_experts(path: Path, parts: tuple[str, ...], into: str, *, leaves: Mapping[str, str]) -> None:
     """Stack tensors of all experts: `experts.E.PART.LEAF` of each part, one after the other, into `experts.INTO`.
 
-    `leaves`: which, and what the stack's name ends with for each.
+    `leaves`: the leaves to stack, and the end of the stack's name for each.
     """
 
     def stack(tensors: Tensors) -> None:
@@ -166,7 +166,7 @@ def int8_asymmetric(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Quark's and compressed-tensors': a byte holds inputs 2i (low) and 2i + 1 (high)."""
+    """Quark's and compressed-tensors' layout: a byte has inputs 2i (low) and 2i + 1 (high)."""
     rows, columns = weight.shape
     grouped = weight.view(rows, columns // 32, 32)
     exponent = torch.floor(torch.log2(grouped.abs().amax(-1, keepdim=True))) - 2
@@ -180,7 +180,7 @@ def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def nvfp4(weight: torch.Tensor, *, by_modelopt: bool = False) -> tuple[Tensors, torch.Tensor]:
-    """compressed-tensors' or ModelOpt's: FP8 scales of 16 inputs below one of the whole weight."""
+    """compressed-tensors' or ModelOpt's: FP8 scales of 16 inputs, multiplied by one scale of the whole weight."""
     rows, columns = weight.shape
     grouped = weight.view(rows, columns // 16, 16)
     factor = weight.abs().max() / (6 * 448)
@@ -204,7 +204,7 @@ def nvfp4(weight: torch.Tensor, *, by_modelopt: bool = False) -> tuple[Tensors, 
 
 
 class Groups(NamedTuple):
-    """Integer groups of a weight: `(q - zero) * scale`, one zero and scale a row and group."""
+    """Integer groups of a weight: `(q - zero) * scale`, one zero and scale for each row and group."""
 
     q: npt.NDArray[np.int64]  # [O, I]
     zero: npt.NDArray[np.int64]  # [O, groups]
@@ -214,7 +214,7 @@ class Groups(NamedTuple):
 
 
 def group_quantize(weight: torch.Tensor, *, bits: int, size: int, symmetric: bool, shuffled: bool = False) -> Groups:
-    """Round a weight to unsigned integers; `shuffled`: groups are not runs of neighbours."""
+    """Round a weight to unsigned integers; `shuffled`: the inputs of a group are not adjacent."""
     rows, columns = weight.shape
     group = np.arange(columns) // size
     if shuffled:
@@ -243,7 +243,8 @@ def group_quantize(weight: torch.Tensor, *, bits: int, size: int, symmetric: boo
 
 
 def pack(values: npt.NDArray[np.int64], bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Unsigned numbers of the last dimension into int32 words; `order`: by field of a word, which number it holds."""
+    """Pack unsigned numbers of the last dimension into int32 words; `order`: for each field of a word, which number it
+    stores."""
     per_word = 32 // bits
     words = np.zeros((*values.shape[:-1], values.shape[-1] // per_word), np.uint64)
     for place, number in enumerate(order or range(per_word)):
@@ -264,7 +265,7 @@ def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 def gptq(
     *, bits: int = 4, symmetric: bool = True, shuffled: bool = False, zero_offset: int = 1, size: int = 32
 ) -> Quantize:
-    """`zero_offset` is what the first format takes off each zero point."""
+    """`zero_offset`: the number that the format subtracts from each zero point."""
 
     def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         groups = group_quantize(weight, bits=bits, size=size, symmetric=symmetric, shuffled=shuffled)
@@ -281,7 +282,7 @@ def gptq(
 
 
 def pack_quantized(*, bits: int = 4, symmetric: bool = True, shuffled: bool = False, size: int = 32) -> Quantize:
-    """compressed-tensors': signed numbers, stored from the middle of the range up."""
+    """compressed-tensors': signed numbers, stored with an offset of half the range."""
 
     def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         groups = group_quantize(weight, bits=bits, size=size, symmetric=symmetric, shuffled=shuffled)

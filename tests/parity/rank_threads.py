@@ -62,7 +62,7 @@ class RankThreads:
         sizes: tuple[int, ...] = (),
         **fields: Any,
     ) -> None:
-        """`devices`: of the ranks; by default late ones without graphs. `capture`, `sizes`: of their graphs."""
+        """`devices`: the ranks' devices; by default late ones without graphs. `capture`, `sizes`: of their graphs."""
         self._config = Config(compilation_config={"cudagraph_capture_sizes": sizes, "capture": capture}, **fields)  # type: ignore[arg-type]
         [self._ranks] = thread_ranks(2)
         self._devices = devices or [DelayedDevice(), DelayedDevice()]
@@ -70,7 +70,7 @@ class RankThreads:
         self.messages: list[StepMessage] = []
 
     def run(self, lead: Callable[[ModelRunner], Result]) -> Result:
-        """What `lead` returns, called with the runner of rank 0 while rank 1 follows."""
+        """Return the result of `lead`, called with the runner of rank 0 while rank 1 follows."""
         led, _ = at_once([partial(self._lead, lead), self._follow])
         return cast(Result, led)
 

@@ -1,9 +1,9 @@
-"""`RecordedGraph`: what a pass enqueued, done again as a captured graph does it: operators and launches, no Python.
+"""`RecordedGraph`: repeats the operations of a pass like a captured graph: operators and launches, without Python.
 
-Numbers that the host gave stay what they were, and results come to lie where they lay. What a capture cannot hold is
-an error: an operator whose result the host waits for, or whose shape depends on it, tensors of the host's numbers, and
-tensors on no device that was named. Memory that the capture took holds garbage before each replay, since nothing was
-computed into it; what was there before, such as a KV cache, has been written once more than a GPU would.
+Numbers from the host keep their values, and results their addresses. Operations that a capture cannot contain are
+errors: an operator whose result the host waits for, or whose shape depends on it, tensors of the host's numbers, and
+tensors without an explicit device. Memory of the capture is filled with garbage before each replay, since a capture
+computes nothing; memory that existed before, such as a KV cache, has been written once more than on a GPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from engine.runner.device import Graph
 from tests.parity.delayed_device import DelayedDevice
 
 _GARBAGE = 0xFF
-"""Of each byte: floats are NaN, and integers negative."""
+"""Value of each byte: floats are NaN, and integers negative."""
 _REFUSED_TAGS = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -34,7 +34,7 @@ _REFUSED_CALLS = frozenset(
         torch.tensor,
         torch.as_tensor,
         torch.asarray,
-        torch.ops.aten.lift_fresh.default,  # As `torch.from_numpy` and `torch.Tensor([1.0])` are seen.
+        torch.ops.aten.lift_fresh.default,  # The dispatcher's view of `torch.from_numpy` and `torch.Tensor([1.0])`.
         torch.Tensor.new_tensor,
         torch.Tensor.cpu,
         torch.Tensor.numpy,
@@ -42,7 +42,7 @@ _REFUSED_CALLS = frozenset(
         torch.Tensor.pin_memory,
     }
 )
-"""Of which the dispatcher does not hear on a CPU."""
+"""Operations that the dispatcher does not see on a CPU."""
 _ON_A_DEVICE = frozenset(
     {
         torch.arange,
@@ -58,24 +58,24 @@ _ON_A_DEVICE = frozenset(
         torch.zeros,
     }
 )
-"""Calls that make their tensor on the host unless a device is named."""
+"""Functions that create their tensor on the host unless a device is given."""
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 
 
 class NotCapturable(AssertionError):
-    """A graph could not hold this."""
+    """A graph cannot contain this operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """One that computes new tensors, or into given ones."""
+    """An operation that returns new tensors, or writes to given ones."""
 
     function: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     made: Mapping[int, torch.Tensor]
-    """Where those of its results came to lie that are new."""
+    """Memory of its results that are new."""
 
     def __call__(self) -> None:
         if self.function._schema.name.startswith(_ALLOCATIONS):
@@ -86,10 +86,10 @@ class _Operator:
 
 
 class RecordedGraph:
-    """Records while it is made; see the file."""
+    """Records operations while it is created; see the module's docstring."""
 
     def __init__(self, run: Callable[[], None] | None = None) -> None:
-        """`run`: None: what is done until `end`."""
+        """`run`: the pass; None to record until `end`."""
         self._work: list[Callable[[], object]] = []
         self._made: list[torch.Tensor] = []
         self._recording = ExitStack()
@@ -110,11 +110,11 @@ class RecordedGraph:
             self._forget()
 
     def end(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._recording.close()
 
     def replay(self) -> None:
-        """Do it all again."""
+        """Repeat all operations."""
         self._forget()
         with torch.inference_mode():
             for work in self._work:
@@ -147,7 +147,7 @@ class _Operators(TorchDispatchMode):
         del types
         tags = [tag.name for tag in _REFUSED_TAGS if tag in function.tags]
         if function is torch.ops.aten.index.Tensor or "index_put" in function._schema.name:
-            # The shape of what positions index follows from theirs.
+            # The shape of an index operation's result follows from its operands' shapes.
             is_masked = any(index.dtype is torch.bool for index in _tensors(args[1]))
             tags = ["a mask is made positions, whose number the host waits for"] if is_masked else []
         if tags:
@@ -178,7 +178,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class RecordingDevice(DelayedDevice):
-    """A late device that captures as a GPU does."""
+    """A late device that captures like a GPU."""
 
     has_graphs = True
 

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def load(
     checkpoint: Path, config: Config, dtype: torch.dtype = torch.float32, device: torch.device = CPU, **how: Any
 ) -> LoadedModel:
-    """A checkpoint's model; `how` as `load_model` takes it."""
+    """A checkpoint's model; `how` as in `load_model`."""
     model_config = read_checkpoint_config(checkpoint, config.model_impl)
     operators = start_operators(config, device, dtype)
     return load_model(config, checkpoint, model_config, device, dtype, operators=operators, **how)
@@ -41,7 +41,7 @@ def rebuilt(
 
 
 def steps(scheduler: Scheduler, runner: ModelRunner, arrivals: dict[int, list[Sequence]]) -> Iterator[ScheduledBatch]:
-    """Compute steps until none is left, and give each once its tokens are stored.
+    """Compute steps until none is left, and yield each once its tokens are stored.
 
     `arrivals`: the sequences that are queued before a step, by the step's number.
     """

@@ -1,4 +1,4 @@
-"""Each architecture computes what transformers computes, alone and in the company that a server gives it."""
+"""Each architecture computes the same as transformers, alone and in batches with other work."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def variant(request: pytest.FixtureRequest) -> Variant:
 
 @pytest.fixture(scope="module")
 def checkpoint(variant: Variant, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # More than one file, as large checkpoints have.
+    # More than one file, as in large checkpoints.
     return make_checkpoint(
         tmp_path_factory.mktemp("checkpoint"), variant.family, max_shard_size="80KB", **variant.overrides
     )
@@ -59,7 +59,7 @@ def test_prompt_log_probabilities_are_those_of_transformers(checkpoint: Path, re
 def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(
     checkpoint: Path, reference: Reference, count: int
 ) -> None:
-    """In company: chunks of prompts next to decodes, prefixes found in the cache, one preemption of all."""
+    """In batches: chunks of prompts next to decodes, prefixes found in the cache, one preemption of all."""
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
     runner = runner_for(checkpoint, scheduling_policy="mixed", max_num_batched_tokens=48)
@@ -78,7 +78,8 @@ def test_bfloat16_errs_no_more_than_transformers_own(checkpoint: Path, reference
 
 
 def errors_by_token(exact: Reference, model: PagedModel | Reference) -> torch.Tensor:
-    """Of log probabilities. Where two experts are nearly equal, rounding chooses: so of many tokens, and no mean."""
+    """Errors of log probabilities. If two experts are nearly equal, rounding decides: so over many tokens, without a
+    mean."""
     prompts = [prompt(60, seed=seed) for seed in range(3, 11)]
     pairs = ((exact.logits(tokens), model.logits(tokens)) for tokens in prompts)
     return torch.cat([(a.log_softmax(-1) - b.float().log_softmax(-1)).abs().mean(-1) for a, b in pairs])
@@ -87,9 +88,8 @@ def errors_by_token(exact: Reference, model: PagedModel | Reference) -> torch.Te
 def generate(
     runner: ModelRunner, prompts: list[list[int]], *, preempted_at: int | None = 20, count: int = GREEDY_TOKENS
 ) -> list[list[int]]:
-    """Greedy completions of the prompts, of `count` tokens. They arrive two by two; all that run are preempted once,
-    at that step.
-    """
+    """Greedy completions of the prompts, of `count` tokens. They arrive in pairs; at one step, all running ones are
+    preempted."""
     scheduler = Scheduler(runner.config, window=runner.window, rope=runner.rope)
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     size = runner.config.kv_cache_block_size

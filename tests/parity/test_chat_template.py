@@ -1,4 +1,4 @@
-"""`ChatTemplate` writes what transformers' `apply_chat_template` writes, on templates of the usual styles."""
+"""`ChatTemplate` renders the same as transformers' `apply_chat_template`, for templates of the usual styles."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -155,5 +155,5 @@ def test_the_prompt_equals_transformers(
     options = {"add_generation_prompt": True, **options}
     before = reference.apply_chat_template(chat, tools=tools, tokenize=False, **options)
     found = template.render(chat, tools=tools, **options)
-    # A template may write the date, and the day may end meanwhile.
+    # A template may render the date, which may change meanwhile.
     assert found in (before, reference.apply_chat_template(chat, tools=tools, tokenize=False, **options))

@@ -1,4 +1,4 @@
-"""What of a KV cache the system has committed, before and while sequences use it."""
+"""Committed pages of a KV cache, before and while sequences use it."""
 
 import ctypes
 import mmap
@@ -13,7 +13,7 @@ from models.ops.memory import HUGE_PAGE
 
 BLOCKS = 64
 PAGES = 160
-"""Of each pool, which no one else's memory fills."""
+"""Bytes of each pool, which no other allocation fills."""
 AHEAD = RESERVE // HUGE_PAGE
 THREADS = 2
 
@@ -24,7 +24,7 @@ def pools() -> list[torch.Tensor]:
 
 
 def resident(pool: torch.Tensor) -> int:
-    """Bytes that the system has given memory to."""
+    """Bytes for which the system has allocated memory."""
     pages = (ctypes.c_ubyte * (pool.nbytes // mmap.PAGESIZE))()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(pool.data_ptr()), ctypes.c_size_t(pool.nbytes), pages) == 0
     return mmap.PAGESIZE * sum(page & 1 for page in pages)

@@ -1,4 +1,4 @@
-"""`compilation_level` 3: what lies between the calls of attention is compiled, and computes what it did."""
+"""`compilation_level` 3: the operations between calls of attention are compiled, and compute the same."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ def _forget_what_was_compiled() -> None:
 
 
 class Pieces:
-    """A compiler that changes nothing, and counts."""
+    """A compiler that changes nothing and counts its calls."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -50,7 +50,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> Pieces:
 
 
 def logits(model: PagedModel) -> torch.Tensor:
-    """Of two sequences: a prompt in chunks next to another's, decodes of two rows and of one. # [tokens, V]"""
+    """Logits of two sequences: a prompt in chunks next to another's, decodes of two rows and of one. # [tokens, V]"""
     long, short = Row(prompt(35), slot=2), Row(prompt(20, seed=1), slot=5)
     parts = model.step([(long, 25)])
     parts += model.step([(long, 1), (short, 17)], num_decodes=1)
@@ -60,7 +60,7 @@ def logits(model: PagedModel) -> torch.Tensor:
 
 
 def assert_same_as_uncompiled(model: PagedModel, path: Path) -> None:
-    """Up to rounding: what is compiled may lie elsewhere in memory, and add in another order."""
+    """Up to rounding: compiled code may use other addresses, and add in another order."""
     uncompiled = PagedModel(path)
     expected, bound = with_bound(uncompiled.model, lambda: logits(uncompiled).log_softmax(-1))
     assert_within(logits(model).log_softmax(-1), expected, bound)
@@ -71,7 +71,7 @@ def test_layers_of_a_kind_share_what_is_compiled_for_any_number_of_tokens(tmp_pa
     pieces, model = Pieces(), PagedModel(path)
     assert compile_layers(model.model, pieces) == 4
     assert_same_as_uncompiled(model, path)
-    # The norm before the first layer's attention and before the others', the projections to attention and behind it,
+    # The norm before the first layer's attention and before the others', the projections before and after attention,
     # and norm and feed-forward; for one token and for several. Attention is in none: that would be dozens.
     assert len(pieces.sizes) == 2 * 5
     assert max(pieces.sizes) < 20

@@ -1,4 +1,4 @@
-"""The generator of noise: the same in NumPy, torch and a plain reference, and random in each of its arguments."""
+"""The generator of noise: equal in NumPy, torch and a plain reference, and random in each of its arguments."""
 
 import math
 
@@ -54,7 +54,7 @@ def test_random_numbers_are_uniform_over_tokens_positions_seeds_and_requests():
     for numbers in streams:
         assert 0.0 <= numbers.min() < numbers.max() < 1.0
         assert is_uniform(numbers)
-        # The ends of the interval decide most samples, and low bits the ends.
+        # The ends of the interval decide most samples, and low bits decide the ends.
         for end in (numbers * 100 % 1.0, numbers * 2.0**20 % 1.0, numbers * 2.0**40 % 1.0):
             assert is_uniform(end)
         for lag in (1, 2, 16, 64, 256):
@@ -86,7 +86,7 @@ def test_each_bit_of_seed_position_and_token_changes_half_of_the_bits():
 def test_noise_follows_gumbels_distribution():
     keys = torch.from_numpy(row_keys(np.full(50, request_key(3), dtype=np.uint64), np.arange(50)).view(np.int64))
     found = gumbel_noise(keys[:, None], torch.arange(4000)[None]).flatten().numpy()
-    # Its distribution function makes it uniform; and its maximum over a row is Gumbel's again, log(4000) higher.
+    # Its distribution function makes it uniform; its maximum over a row is Gumbel-distributed again, log(4000) higher.
     assert is_uniform(np.exp(-np.exp(-found)))
     maxima = found.reshape(50, 4000).max(1) - math.log(4000)
     assert abs(maxima.mean() - np.euler_gamma) < 4 * math.sqrt(math.pi**2 / 6 / 50)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints on a CPU: computed as stored, bit for bit as the bfloat16 weights that they mean."""
+"""Quantised checkpoints on a CPU: computed as stored, bit for bit like their dequantised bfloat16 weights."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -36,14 +36,14 @@ KINDS = [
 
 @pytest.fixture(params=PATHS, ids=runtime.INSTRUCTION_SETS.__getitem__)
 def each_path(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The operators on two threads, with each instruction set that this processor runs."""
+    """The operators on two threads, with each instruction set that this processor supports."""
     runtime.start(2, request.param)
     yield
     runtime.stop()
 
 
 def random_codes(kind: str, width: int, dtype: torch.dtype, rows: int, inputs: int) -> tuple[Codes, torch.Tensor]:
-    """Codes of all values, and the weight that they mean, computed in float32."""
+    """Codes of all values, and their dequantised weight, computed in float32."""
     groups = -(-inputs // width)
     scales = torch.rand(rows, groups).add(0.1).to(torch.float32 if dtype is torch.uint8 else dtype)
     zeros = None
@@ -56,7 +56,7 @@ def random_codes(kind: str, width: int, dtype: torch.dtype, rows: int, inputs: i
         numbers = codes.float() - zeros.float().repeat_interleave(width, 1)[:, :inputs]
     elif kind == "int8":
         codes = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8)
-        # With scales of float32 without zero points, as checkpoints have them.
+        # With float32 scales and without zero points, as in checkpoints.
         high = 1 if dtype is torch.float32 else 128
         zeros = torch.randint(1 - high, high, (rows, groups), dtype=torch.int8)
         numbers = codes.float() - zeros.float().repeat_interleave(min(width, inputs), 1)[:, :inputs]
@@ -72,9 +72,9 @@ def random_codes(kind: str, width: int, dtype: torch.dtype, rows: int, inputs: i
 
 
 def assert_same_products(found: torch.Tensor, expected: torch.Tensor, x: torch.Tensor, meant: torch.Tensor) -> None:
-    """Bit for bit where AMX multiplies; within the rounding of the weight, of the sums and of the result elsewhere.
+    """Bit for bit if AMX multiplies; otherwise within the rounding of the weight, of the sums and of the result.
 
-    A weight is rounded by up to 2**-9 of itself, so a product is wrong by up to 2**-9 of the norms' product.
+    A weight is rounded by up to 2**-9 of itself, so the error of a product is at most 2**-9 of the norms' product.
     """
     if is_exact():
         assert torch.equal(found, expected)
@@ -84,7 +84,7 @@ def assert_same_products(found: torch.Tensor, expected: torch.Tensor, x: torch.T
 
 
 def is_exact() -> bool:
-    """Whether codes are multiplied by as the bfloat16 numbers that they mean."""
+    """Whether codes are converted to bfloat16 before they are multiplied."""
     loaded = runtime.load_library()
     return loaded is not None and loaded.isa == runtime.AMX
 
@@ -92,7 +92,7 @@ def is_exact() -> bool:
 @pytest.mark.parametrize(("kind", "width", "dtype"), KINDS)
 @pytest.mark.usefixtures("each_path")
 def test_products_are_those_of_the_weight_that_is_meant(kind: str, width: int, dtype: torch.dtype) -> None:
-    """Of few rows, of several groups, and of as many as make the whole weight bfloat16 first."""
+    """Few rows, several groups, and as many as make the operator convert the whole weight to bfloat16 first."""
     outputs, inputs = 72, 4096 + 64
     codes, meant = random_codes(kind, width, dtype, outputs, inputs)
     coded, packed = CodedWeight(outputs, inputs), PackedWeight(outputs, inputs)
@@ -125,13 +125,14 @@ def test_experts_are_multiplied_by_their_own_codes() -> None:
 
 
 def is_coded(model: PagedModel) -> list[bool]:
-    """Whether each weight of projections is kept as it is stored."""
+    """Whether each weight of projections keeps its stored codes."""
     weights = [packed_of(each) for name, each in model.model.named_parameters() if "embed" not in name]
     return [isinstance(each, CodedWeight) for each in weights if each is not None]
 
 
 def assert_same_logits(pair: q.Pair, *, is_reordered: bool = False) -> list[bool]:
-    """That both give the same bits, of a prompt and of one token; where sums run in another order, nearly the same."""
+    """Assert that both give the same bits, for a prompt and for one token; where sums have another order, nearly the
+    same."""
     models = [PagedModel(path, dtype=torch.bfloat16) for path in pair]
     tokens = prompt(40)
     for length in (len(tokens), 1):

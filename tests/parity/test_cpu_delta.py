@@ -1,4 +1,4 @@
-"""The CPU's operators of Qwen3-Next's layers against torch, for every instruction set that this processor has."""
+"""The CPU's operators of Qwen3-Next's layers against torch, for every instruction set of this processor."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def layer(key_heads: int, group: int, key_dim: int, value_dim: int, kernel: int)
 
 
 def arrays(spans: Spans) -> dict[str, Any]:
-    """A step of `(slot, first, past)` each, of layers without a cache of keys and values."""
+    """A step of `(slot, first, past)` rows, for layers without a cache of keys and values."""
     return {
         "query_lens": np.array([past - first for _, first, past in spans]),
         "seq_lens": np.array([past for _, _, past in spans]),
@@ -50,7 +50,7 @@ def arrays(spans: Spans) -> dict[str, Any]:
 
 
 def cache_of(made: GatedDeltaNet, dtype: torch.dtype) -> StateCache:
-    """What an earlier owner left is there still."""
+    """The slots contain the state of an earlier sequence."""
     return StateCache(
         tuple(
             torch.full((_SLOTS, *shape), 3.0, dtype=of or dtype)
@@ -60,7 +60,7 @@ def cache_of(made: GatedDeltaNet, dtype: torch.dtype) -> StateCache:
 
 
 def read(made: GatedDeltaNet, steps: list[Spans], inputs: Inputs) -> list[torch.Tensor]:
-    """By sequence, what the operators make of its tokens in these steps."""
+    """By sequence, the operators' results for its tokens in these steps."""
     cache = cache_of(made, torch.bfloat16)
     out: dict[int, list[torch.Tensor]] = {slot: [] for slot in inputs}
     for spans in steps:

@@ -15,7 +15,7 @@ from tests.parity.emulated_operators import EMULATOR
 
 COMPILER = "aarch64-linux-gnu-gcc"
 SOURCES = Path(models.ops.cpu.__file__).parent
-# gcc 12 takes sums of four bits for uninitialised, which begin with another step. Unoptimised, panels.c takes minutes.
+# gcc 12 wrongly reports sums of 4-bit weights as uninitialised. Without optimisation, panels.c takes minutes.
 FLAGS = ["-O2", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-Wno-maybe-uninitialized"]
 FLAGS += ["-fno-trapping-math", "-fno-math-errno", "-fvisibility=hidden", f"-I{SOURCES}"]
 pytestmark = [
@@ -47,7 +47,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_sources_are_c_for_arm_too() -> None:
-    """Checked without code being made, which takes a quarter of a minute."""
+    """Only the syntax is checked, since generating code takes a quarter of a minute."""
     sources = map(str, sorted(SOURCES.glob("*.c")))
     checked = subprocess.run(
         [COMPILER, *FLAGS, "-fsyntax-only", *sources], capture_output=True, text=True, check=False
@@ -71,7 +71,7 @@ def test_operators_on_arm_compute_what_their_references_do(rounds: int, driver: 
 
 @pytest.mark.slow
 def test_a_processor_runs_the_paths_that_it_has_instructions_for(driver: Path) -> None:
-    """A Cortex-A72 has no products of bytes, a Neoverse N1 none of bfloat16."""
+    """A Cortex-A72 has no byte products, a Neoverse N1 no bfloat16 products."""
     script = (
         "import sys; from pathlib import Path; from models.ops.cpu import runtime\n"
         "from tests.parity.emulated_operators import EmulatedLibrary\n"

@@ -1,4 +1,4 @@
-"""The CPU's operators of mixtures of experts against torch, for every instruction set that this processor has."""
+"""The CPU's operators of mixtures of experts against torch, for every instruction set of this processor."""
 
 import math
 from functools import partial
@@ -54,7 +54,7 @@ class TestFloatLinear:
 def assert_same_choice(
     found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor], experts: int
 ) -> None:
-    """Both sum over all experts; an exponential and two quotients err by a few units of roundoff more."""
+    """Both sum over all experts; an exponential and two quotients add errors of a few units of roundoff."""
     order = [ids.argsort(dim=-1) for _, ids in (found, expected)]
     ids = [of[1].gather(-1, by) for of, by in zip((found, expected), order, strict=True)]
     weights = [of[0].gather(-1, by) for of, by in zip((found, expected), order, strict=True)]

@@ -18,7 +18,7 @@ CHUNK_BYTES = 256 << 10
 
 
 class Ranks:
-    """Ranks of a group, each on a thread: calls of the library run side by side."""
+    """Ranks of a group, each on a thread: calls of the library run in parallel."""
 
     def __init__(self, size: int) -> None:
         library = load_library()
@@ -29,7 +29,7 @@ class Ranks:
         self.threads = ThreadPoolExecutor(size)
 
     def all(self, call: Callable[[SharedMemoryCollectives, int], torch.Tensor]) -> list[torch.Tensor]:
-        """What each rank's call gives."""
+        """The result of each rank's call."""
         calls = [self.threads.submit(call, group, rank) for rank, group in enumerate(self.groups)]
         return [each.result(WAIT_SECONDS) for each in calls]
 

@@ -1,4 +1,4 @@
-"""The CPU's operators of latent attention against references, for every instruction set that this processor has."""
+"""The CPU's operators of latent attention against references, for every instruction set of this processor."""
 
 import itertools
 
@@ -101,14 +101,14 @@ def attend(
 
 
 def unit_latents(n: int, rank: int, rope: int, *, seed: int) -> torch.Tensor:
-    """Such as their norm leaves as they are, but for rounding. # [n, rank + rope]"""
+    """Latents that their norm leaves unchanged up to rounding. # [n, rank + rope]"""
     values = bf16(n, rank + rope, seed=seed).float()
     values[:, :rank] = torch.nn.functional.rms_norm(values[:, :rank], (rank,))
     return values.bfloat16()
 
 
 def reference(q: torch.Tensor, latents: torch.Tensor, rank: int) -> torch.Tensor:
-    """In float64. # [n, heads, dim], [n, dim] -> [n, heads, rank]"""
+    """Attention in float64. # [n, heads, dim], [n, dim] -> [n, heads, rank]"""
     scores = torch.einsum("qhd,kd->hqk", q.double(), latents.double()) * 0.3
     weights = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf).softmax(-1)
     return torch.einsum("hqk,kd->qhd", weights, latents[:, :rank].double())
@@ -138,7 +138,7 @@ def test_attention_equals_the_reference_in_any_steps(heads: int, rank: int, rope
 
 @pytest.mark.usefixtures("operators")
 def test_a_long_context_equals_the_reference() -> None:
-    """Longer than what one pass of the softmax takes."""
+    """Longer than one pass of the softmax."""
     n, rank, rope = 1400, 64, 32
     q, latents = bf16(n, 2, rank + rope), unit_latents(n, rank, rope, seed=1)
     bounds = (0, 1000, 1399, 1400)

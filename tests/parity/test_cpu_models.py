@@ -1,4 +1,4 @@
-"""Models over the compiled operators, in bfloat16: as exact as transformers, and the same in any company."""
+"""Models over the compiled operators, in bfloat16: as exact as transformers, and independent of the batch."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ from tests.parity.variants import DERIVED, PARTLY_TORCH, Variant, all_variants, 
 needs_operators = pytest.mark.skipif(
     library.load_library() is None, reason="the operators were not built: install again where there is a C compiler"
 )
-# Sizes of heads that the operators take; what differs between architectures is left as their variants have it.
+# Sizes of heads that the operators support; other differences between architectures are those of their variants.
 _SIZES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"head_dim": 32},
     "MistralForCausalLM": {"head_dim": 32},
@@ -98,9 +98,9 @@ _SIZES: dict[str, dict[str, Any]] = {
     "Gemma4UnifiedForCausalLM": {"head_dim": 32, "global_head_dim": 64},
     "Zamba2ForCausalLM": {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "n_mamba_heads": 8},
 }
-# One token of these goes to another expert, nearly as good a choice, than in float32, and those after it attend to it.
+# One token goes to another, nearly equal expert than in float32, and later tokens attend to it.
 TURNS_TO_ANOTHER_EXPERT = {("torch", "Qwen3MoeForCausalLM"), ("operators", "DeepseekV4ForCausalLM")}
-# Most queries of this one attend to another token than in float32, nearly as good, in some layer.
+# Most queries of this one attend to another, nearly equal token than in float32, in some layer.
 SELECTS_OTHERS = {("GlmMoeDsaForCausalLM", "every layer selects five, biases, keys all rotated")}
 VARIANTS = [each for each in all_variants() if each.architecture in _SIZES.keys() - PARTLY_TORCH]
 
@@ -108,7 +108,7 @@ VARIANTS = [each for each in all_variants() if each.architecture in _SIZES.keys(
 def _fields(variant: Variant) -> dict[str, Any]:
     fields = {**variant.overrides, **_SIZES.get(variant.architecture, {})}
     if variant.architecture == "Phi3ForCausalLM":
-        # Its heads share the hidden size out, and longrope has a factor a pair.
+        # Its heads divide the hidden size, and longrope has a factor per pair.
         fields["hidden_size"] = 32 * fields.get("num_attention_heads", 4)
         if "rope_parameters" in fields:
             rope = fields["rope_parameters"]
@@ -138,7 +138,7 @@ def runner(checkpoint: Path, **fields: object) -> ModelRunner:
 
 
 @first_of_each(VARIANTS, without=DERIVED)
-# By torch alone test_architectures compares them too.
+# test_architectures compares them by torch alone as well.
 @pytest.mark.parametrize(
     "by", [pytest.param("operators", marks=needs_operators), pytest.param("torch", marks=pytest.mark.slow)]
 )
@@ -183,7 +183,7 @@ def test_without_operators_each_products_weight_is_stored_once_as_onednn_reads_i
 
 @needs_operators
 def test_tokens_are_the_same_alone_and_in_company(variant: Variant, checkpoint: Path) -> None:
-    """In company: chunks of prompts next to decodes, prefixes found in the cache, one preemption of all."""
+    """In batches: chunks of prompts next to decodes, prefixes found in the cache, one preemption of all."""
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
     together = runner(checkpoint, scheduling_policy="mixed", max_num_batched_tokens=48)
@@ -213,7 +213,7 @@ def test_a_gated_feed_forward_layer_is_two_operators(tmp_path: Path) -> None:
 
 @needs_operators
 def test_recording_imports_none_of_torchs_compiler() -> None:
-    """Which takes a second, as long as everything else that starts an engine on a small model."""
+    """This takes a second, as long as the rest of a small model's start."""
     script = """
 import sys
 import torch

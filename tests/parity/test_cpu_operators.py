@@ -1,4 +1,4 @@
-"""The CPU's compiled operators against float32 references, for every instruction set that this processor has."""
+"""The CPU's compiled operators against float32 references, for every instruction set of this processor."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ PATHS = () if LIBRARY is None else LIBRARY.available
 
 @pytest.fixture(params=PATHS, ids=library.INSTRUCTION_SETS.__getitem__)
 def operators(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The operators on two threads, with each instruction set that this processor runs."""
+    """The operators on two threads, with each instruction set that this processor supports."""
     runtime.start(2, request.param)
     yield
     runtime.stop()
@@ -65,7 +65,7 @@ class TestLinear:
         assert torch.equal(ops.linear(x, packed(weight), bias), found.bfloat16())
 
     def test_gives_a_row_the_same_in_any_company(self) -> None:
-        # So many outputs that a task has several panels, which few rows meet side by side.
+        # So many outputs that a task has several panels, which few rows multiply together.
         x, weight = bf16(600, 1056), packed(bf16(1130, 1056, seed=1))
         together = ops.linear(x, weight, dtype=torch.float32)
         for size in (1, 2, 3, 4, 5, 16, 31, 100):
@@ -160,7 +160,7 @@ class TestElementwise:
 
 @pytest.mark.usefixtures("operators")
 class TestGatedLinear:
-    """Is, bit for bit, the gate of the product."""
+    """It equals, bit for bit, the gate of the product."""
 
     @pytest.mark.parametrize(
         ("rows", "activation"),
@@ -234,7 +234,7 @@ class TestRopeStore:
         assert torch.equal(in_pairs[blocks, :, offsets // 2, :, offsets % 2], values)
 
     def test_gives_a_token_the_same_in_any_company(self) -> None:
-        """Pairs of values are written at once, and by parts."""
+        """Pairs of values are written together and separately."""
         found = []
         for cuts in ((0, 90), (0, 1, 2, 5, 38, 39, 90), range(91)):
             q, k, v = (bf16(90, heads, 64, seed=heads) for heads in (4, 2, 1))
@@ -286,7 +286,7 @@ class TestThreads:
                 assert torch.equal(ops.rms_norm(x, weight, 1e-5), expected)
 
     def test_a_forked_process_computes_too(self) -> None:
-        """It has the caller's thread alone."""
+        """It uses only the caller's thread."""
         script = """
 import os, signal, torch
 from models.ops.cpu import attention as attention_ops
@@ -348,7 +348,7 @@ def test_an_instruction_set_that_the_processor_does_not_run_is_refused(monkeypat
 
 
 def small_pass() -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], list[weakref.ref[torch.Tensor]]]:
-    """A pass, and what it reads."""
+    """A pass, and its inputs."""
     embedding, projection, cache = packed(bf16(4, 8)), packed(bf16(96, 8)), bf16(2, 1, 16, 32)
     norms = HeadNorms(RMSNorm(32, 1e-5).bfloat16().operand, RMSNorm(32, 1e-5).bfloat16().operand)
     zero = torch.zeros(1, 1, dtype=torch.int32)
@@ -389,7 +389,7 @@ def test_where_the_operators_were_not_built_the_log_says_so_once(
 
 
 def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
-    """As an editable installation has it until it is installed again."""
+    """An editable installation until it is installed again."""
     other = tmp_path / "other.c"
     other.write_text("int kaon_bytes_of_arguments(int kind) { return kind + 1; }\n")
     built = tmp_path / "other.so"
@@ -399,7 +399,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_library_whose_sources_have_changed_since_is_refused(tmp_path: Path) -> None:
-    """As where an editable installation was updated and not installed again."""
+    """An editable installation whose sources changed after its installation."""
     folder, name = Path(library.__file__).parent, f"_library{EXTENSION_SUFFIXES[0]}"
     for file in (*folder.glob("*.[ch]"), folder / name):
         shutil.copy(file, tmp_path)
@@ -412,7 +412,7 @@ def test_a_library_whose_sources_have_changed_since_is_refused(tmp_path: Path) -
 
 
 class Cache:
-    """Sequences over shuffled blocks, and what each holds."""
+    """Sequences over shuffled blocks, with their contents."""
 
     def __init__(
         self, kv_heads: int, dim: int, block_size: int, max_len: int, sequences: int, value_dim: int | None = None
@@ -421,14 +421,14 @@ class Cache:
         blocks = torch.randperm(self.per_sequence * sequences, generator=torch.Generator().manual_seed(3))
         self.tables = blocks.view(sequences, -1).to(torch.int32)
         shape = len(blocks), kv_heads, block_size
-        # What earlier owners left is not finite.
+        # The values of earlier sequences are not finite.
         self.k, self.v = (
             torch.full((*shape, each), torch.nan, dtype=torch.bfloat16) for each in (dim, value_dim or dim)
         )
         self.block_size = block_size
 
     def step(self, spans: list[tuple[int, int, int]]) -> tuple[structures.Step, tuple[torch.Tensor, ...]]:
-        """`(sequence, first, past)` each; the step and what it points to."""
+        """Rows `(sequence, first, past)`. Returns the step and the arrays to which it points."""
         slots = []
         for sequence, first, past in spans:
             at = np.arange(first, past)
@@ -463,7 +463,7 @@ def run_steps(
 ) -> list[torch.Tensor]:
     """Attention of all sequences, computed in these steps. # each [n, heads, dim]
 
-    `gives_back`: other sequences store NaN in the blocks before a window as soon as a step does not see them.
+    `gives_back`: other sequences store NaN in the blocks before a window as soon as no step attends to them.
     """
     kv_heads, dim = k[0].shape[1:]
     value_dim = v[0].shape[2]
@@ -491,7 +491,7 @@ def run_steps(
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """In float64. # [n, heads, dim]"""
+    """Attention in float64. # [n, heads, dim]"""
     group = q.shape[1] // k.shape[1]
     keys, values = (each.double().repeat_interleave(group, 1) for each in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * options.scale
@@ -588,7 +588,7 @@ class TestAttention:
             assert torch.equal(found, in_chunks)
 
     def test_a_long_context_equals_the_reference(self) -> None:
-        """Longer than what one pass of the softmax takes."""
+        """Longer than one pass of the softmax."""
         n, options = 2500, AttentionOptions(0.1)
         q, k, v = bf16(n, 2, 64), bf16(n, 1, 64, seed=1), bf16(n, 1, 64, seed=2)
         steps = [[(0, 0, 1000)], [(0, 1000, 2499)], [(0, 2499, 2500)]]
@@ -599,7 +599,7 @@ class TestAttention:
         assert torch.equal(found, whole)
 
     def test_a_query_is_attended_to_the_same_beside_queries_that_see_less(self) -> None:
-        """Large scores: a rounding that depends on the company reaches the output."""
+        """Large scores: a rounding that depends on the batch would change the output."""
         n, options = 300, AttentionOptions(1.0, 100)
         q, k, v = bf16(n, 2, 64), bf16(n, 2, 64, seed=1), bf16(n, 2, 64, seed=2)
         (together,) = run_steps([q], [k], [v], [[(0, 0, 7)], [(0, 7, n)]], options, 16)

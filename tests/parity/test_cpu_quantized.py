@@ -21,7 +21,7 @@ SIZES = [(1, 64, 64), (3, 100, 70), (17, 1024, 96), (33, 48, 1000), (65, 1031, 6
 
 @pytest.fixture(params=PATHS, ids=runtime.INSTRUCTION_SETS.__getitem__, autouse=True)
 def operators(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The operators on two threads, with each instruction set that this processor runs."""
+    """The operators on two threads, with each instruction set that this processor supports."""
     runtime.start(2, request.param)
     yield
     runtime.stop()
@@ -39,20 +39,20 @@ def quantized(weight: torch.Tensor, bits: Bits) -> QuantizedWeight:
 
 
 def held(weight: QuantizedWeight) -> torch.Tensor:
-    """What the weight was rounded to: its products with ones, each alone in its block. # [out, in] float64"""
+    """The rounded weight: its products with ones, each alone in its block. # [out, in] float64"""
     ones = torch.eye(weight.in_features).bfloat16()
     return ops.linear(ones, weight, dtype=torch.float32).double().T
 
 
 def rounded_rows(x: torch.Tensor) -> torch.Tensor:
-    """Rows as products take them: 128 inputs by one scale. # [rows, in] -> float64"""
+    """Rows as products round them: one scale for 128 inputs. # [rows, in] -> float64"""
     blocks = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(-1, keepdim=True) / 127
     return ((blocks / scales.clamp_min(1e-30)).round() * scales).flatten(1)[:, : x.shape[1]]
 
 
 def largest(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """The largest size of each group of a row's inputs, for each input. # [out, in]"""
+    """The largest magnitude of each group of a row's inputs, for each input. # [out, in]"""
     groups = torch.nn.functional.pad(weight.double(), (0, -weight.shape[1] % group)).unflatten(1, (-1, group))
     return groups.abs().amax(-1, keepdim=True).expand_as(groups).flatten(1)[:, : weight.shape[1]]
 
@@ -62,7 +62,7 @@ def test_equals_the_reference(rows: int, inputs: int, outputs: int, bits: Bits) 
     x, weight, bias = bf16(rows, inputs), quantized(bf16(outputs, inputs, seed=1), bits), bf16(outputs, seed=2)
     expected = rounded_rows(x) @ held(weight).T + bias.double()
     found = ops.linear(x, weight, bias, dtype=torch.float32)
-    # Where a value lies between two, the reference may round it the other way.
+    # If a value lies between two, the reference may round it to the other.
     assert (found - expected).abs().max() <= 2e-3 * expected.abs().max()
     assert (found - expected).norm() <= 1e-3 * expected.norm()
     assert torch.equal(ops.linear(x, weight, bias), found.bfloat16())

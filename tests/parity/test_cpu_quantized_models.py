@@ -1,4 +1,5 @@
-"""Models whose weights are rounded to 8 or 4 bits as they are read: near the model, and the same in any company."""
+"""Models whose weights are rounded to 8 or 4 bits when they are read: close to the model, and independent of the
+batch."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def asked(rounding: str) -> PrecisionConfig:
 @needs_operators
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tokens_are_the_same_alone_and_in_company(architecture: str, rounding: Rounding, tmp_path: Path) -> None:
-    """In company: chunks of prompts next to decodes, prefixes found in the cache, one preemption of all."""
+    """In batches: chunks of prompts next to decodes, prefixes found in the cache, one preemption of all."""
     path = checkpoint_of(architecture, tmp_path)
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
@@ -66,7 +67,7 @@ def test_tokens_are_the_same_alone_and_in_company(architecture: str, rounding: R
 @needs_operators
 @pytest.mark.parametrize(("asked_for", "most"), [("int8", 0.02), ("int4", 0.2), ("mxfp4", 0.25)])
 def test_scores_are_near_those_of_the_model(asked_for: Rounding, most: float) -> None:
-    """Of the embedded model, on what it was taught; by their spread."""
+    """Errors of the embedded model on texts of its training distribution, relative to their spread."""
     runtime.start(2)
     config = ModelConfig.from_checkpoint(CHECKPOINT_DIR)
     ids = torch.arange(40, 1400)

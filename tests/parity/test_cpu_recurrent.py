@@ -1,4 +1,4 @@
-"""The CPU's operators of Mamba-2's layers and short convolutions against torch, in any steps."""
+"""The CPU's operators of Mamba-2's layers and short convolutions against torch, for any division into steps."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ STEPS: list[Spans] = [[(0, 0, 1), (2, 0, 4)], [(2, 4, 5), (4, 0, 1), (0, 1, 64)]
 
 
 def run(steps: list[Spans], compute: Any, columns: int, **rows_of: torch.Tensor) -> torch.Tensor:
-    """What `compute(step, **rows)` returns for all tokens, the sequences one after the other. # [80, columns]"""
+    """The results of `compute(step, **rows)` for all tokens, one sequence after the other. # [80, columns]"""
     starts, total = {}, 0
     for slot, n in LENGTHS.items():
         starts[slot], total = total, total + n
@@ -56,7 +56,9 @@ def test_a_short_convolution_equals_torchs_in_any_steps(
     bias = bf16(channels, seed=4) if has_bias else None
 
     def computed(steps: list[Spans]) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = torch.full((SLOTS, taps - 1, channels), 3.0, dtype=torch.bfloat16)  # An earlier owner's.
+        inputs = torch.full(
+            (SLOTS, taps - 1, channels), 3.0, dtype=torch.bfloat16
+        )  # The state of an earlier sequence.
 
         def compute(step: Any, x: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
             gates = (before, after) if is_gated else None

@@ -1,4 +1,4 @@
-"""The CPU's operators that choose tokens, against references in NumPy and torch."""
+"""The CPU's sampling operators against references in NumPy and torch."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     library.load_library() is None, reason="the operators were not built: install again where there is a C compiler"
 )
 THREADS = (1, 2, 3)
-WIDE = 3 * 8192 + 7  # cut into pieces where threads are more than rows
+WIDE = 3 * 8192 + 7  # rows are divided if there are more threads than rows
 
 
 @pytest.fixture(params=THREADS, ids="{} threads".format)
@@ -86,7 +86,7 @@ def row_of(kind: str, width: int, seed: int = 0) -> np.ndarray:
 
 
 def rows_of(width: int, seed: int = 0) -> torch.Tensor:
-    """One of each kind, as rows that lie apart."""
+    """One row of each kind, with a row stride."""
     rows = torch.from_numpy(np.stack([row_of(kind, width, seed) for kind in KINDS]))
     return torch.nn.functional.pad(rows, (0, 5), value=math.nan)[:, :width]
 
@@ -133,7 +133,7 @@ def test_the_sampler_gets_the_same_top_tokens_as_from_torch(width: int) -> None:
             assert found.tolist() == expected.tolist()
 
 
-# -- draws ------------------------------------------------------------------------------------------------------
+# -- samples ----------------------------------------------------------------------------------------------------
 
 FILTERS = [
     {"top_k": 1},
@@ -165,7 +165,7 @@ def noise_of(seed: int) -> np.ndarray:
 def random_rows(
     count: int, width: int, seed: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature=0.8
 ) -> RandomRows:
-    """`count` rows that are drawn from in one way."""
+    """`count` rows with one kind of parameters."""
     top_k = min(top_k, width) if top_k else width
     return RandomRows(
         rows=np.arange(count),
@@ -184,7 +184,7 @@ def draw(logits: torch.Tensor, random: RandomRows) -> list[int]:
 
 
 def is_best(token: int, row: np.ndarray, random: RandomRows, noise: np.ndarray, slack: float = 1e-12) -> bool:
-    """Whether the token has the largest score of those that are kept, but for the last bits of top-p's sums."""
+    """Whether the token has the largest score among the filtered ones, up to the last bits of top-p's sums."""
     with np.errstate(over="ignore"):
         scaled = ((row - row.max()) / random.temperature[0]).astype(np.float32)
     for more in (0.0, slack, -slack):
@@ -207,7 +207,7 @@ EACH_PAIR = [
     for number, filters in enumerate(FILTERS)
     for place, width in enumerate(WIDTHS)
 ]
-"""All threads, filters and widths; in the short form, so that any two of them meet."""
+"""All threads, filters and widths; in the short form, every pair of them."""
 
 
 @pytest.mark.usefixtures("operators")
@@ -249,7 +249,7 @@ def test_torch_samples_the_same(filters: dict) -> None:
         by_torch = draw(logits.clone(), random)
         runtime.start(threads)
         for found, expected, row in zip(by_operators, by_torch, logits.numpy(), strict=True):
-            # Sums of another order may end top-p's prefix one token later.
+            # Sums in another order may end top-p's prefix one token later.
             assert found == expected or is_best(expected, row, random, noise_of(seed)[:2049])
 
 
@@ -308,7 +308,7 @@ def test_drafts_are_verified_as_torch_does_up_to_the_first_rejected_one(width: i
         ops = CPUOps()
         drafts = ops.argmax(drafter)
         probabilities = ops.draw_from(drafter, drafts, random, [])
-        # Torch's softmax is 2e-5 off in wide rows: it shows what the filters leave.
+        # Torch's softmax is wrong by 2e-5 in wide rows: it shows which tokens are within the filters.
         is_left = TorchOps().probabilities(drafter, drafts.peaks, random) > 0
         scaled = (drafter - drafts.peaks[:, None]) / torch.tensor(0.8)
         expected = scaled.double().masked_fill(~is_left, -torch.inf).softmax(-1)
@@ -335,7 +335,7 @@ def test_drafts_of_equal_distributions_are_accepted_and_others_replaced_by_what_
     found = ops.argmax(logits)
     ops.draw_verified(logits, found, random, [], Proposals(np.arange(2), np.arange(2), drafts.tokens.numpy(), same))
     assert found.tokens.tolist() == drafts.tokens.tolist()
-    # The drafter gives one token all of the probability, the target none of it.
+    # The drafter gives one token probability 1, the target gives it 0.
     logits[:, 4] = -math.inf
     certain = torch.zeros(2, width)
     certain[:, 4] = 1.0

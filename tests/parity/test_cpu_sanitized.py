@@ -1,6 +1,6 @@
 """The CPU operators in builds that end at an access out of bounds, undefined arithmetic, or a data race.
 
-A build takes longer than its checks, so that it is kept in the user's cache until sources, flags or compiler change.
+A build takes longer than its checks, so it is cached until sources, flags or compiler change.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ FLAGS += ["-fvisibility=hidden", "-DKAON_SANITIZE"]
 
 
 def compile_with(runtime: str, *arguments: str, more: Sequence[Path] = ()) -> tuple[Path, Path]:
-    """Compile the operators with a sanitizer, unless that was done: what is built, and where the library is."""
+    """Compile the operators with a sanitizer, unless they are cached. Returns the build and the library."""
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("gcc is missing, with which the sanitizers are found")

@@ -1,6 +1,6 @@
-"""The CPU's operators of indexers and of attention to what they select, for every instruction set of this processor.
+"""The CPU's operators of indexers and of attention to selected keys, for every instruction set of this processor.
 
-Scores of small integers are exact, so that the choice must be the reference's, ties included.
+Scores of small integers are exact, so that the selection must equal the reference's, including ties.
 """
 
 import itertools
@@ -22,11 +22,11 @@ from tests.parity.test_cpu_operators import bf16, operators, pytestmark
 __all__ = ["operators", "pytestmark"]
 
 Spans = list[tuple[int, int, int]]
-"""Of each row: the sequence, its first token and the one past the last."""
+"""For each row: the sequence, its first token and the one after the last."""
 
 
 class Pages:
-    """Block tables of some sequences, in no order."""
+    """Block tables of some sequences, in random order."""
 
     def __init__(self, lengths: list[int], block_size: int) -> None:
         self.block_size = block_size
@@ -36,7 +36,8 @@ class Pages:
         self.tables = torch.randperm(self.num_blocks, generator=generator).view(len(lengths), blocks).int()
 
     def filled(self, vectors: list[torch.Tensor], rate: int = 1) -> torch.Tensor:
-        """A cache of these, of which a sequence has one for `rate` tokens. # each [n, dim] -> [blocks, most, dim]"""
+        """A cache of these vectors, of which a sequence has one for every `rate` tokens. # each [n, dim] -> [blocks,
+        most, dim]"""
         per_block = -(-self.block_size // rate)
         cache = torch.full((self.num_blocks, per_block, vectors[0].shape[1]), torch.nan).bfloat16()
         for table, own in zip(self.tables, vectors, strict=True):

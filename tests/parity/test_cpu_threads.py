@@ -1,4 +1,5 @@
-"""An engine's threads and memory on a real machine. Each in a process of its own, as they change it for good."""
+"""An engine's threads and memory on a real machine. Each test runs in a process of its own, which it changes for
+good."""
 
 import subprocess
 import sys

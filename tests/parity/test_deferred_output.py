@@ -1,4 +1,4 @@
-"""Deferred output on a small random checkpoint: one step ahead gives what waiting for each step gives."""
+"""Deferred output on a small random checkpoint: asynchronous steps give the results of synchronous steps."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 class ByteTokenizer:
-    """Ids are bytes, but for the one that ends."""
+    """Ids are bytes, except for the end token."""
 
     special_ids = frozenset({EOS})
 
@@ -59,7 +59,7 @@ def matchers() -> Matchers:
 
 
 def sequences(prompts: list[list[int]], matchers: Matchers | None = None, **fields: Any) -> list[Sequence]:
-    """One a prompt, each of another kind; with matchers, every other one follows a grammar."""
+    """One sequence per prompt, each of another kind; with matchers, every other one follows a grammar."""
     seqs = []
     for i, prompt in enumerate(prompts):
         params = SamplingParams(**{"seed": i, "max_tokens": 16 + i % 5, "temperature": 0.8, **KINDS[i % len(KINDS)]})
@@ -105,7 +105,7 @@ def test_logits_that_are_not_finite_fail_their_request_and_no_other(
         nonlocal steps
         steps += 1
         logits = intact(hidden)
-        # The rows of the step are the decodes of all that are left, in order.
+        # The rows of the step are the decodes of all remaining sequences, in order.
         if steps == 5:
             logits[3] = torch.nan
         return logits
@@ -146,7 +146,7 @@ def test_a_step_that_raises_names_its_sequences_and_leaves_the_others_whole(
 def test_operations_for_any_device_choose_the_cpus_tokens(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, num_rows = np.random.default_rng(vocab_size), 40
     logits = torch.from_numpy(rng.normal(size=(num_rows, vocab_size)).astype(np.float32) * 3)
-    # Ties, as bfloat16 makes them.
+    # Ties, as in bfloat16.
     logits = logits.bfloat16().float()
     top_k = rng.choice([1, 5, vocab_size], size=num_rows)
     top_p = rng.choice([0.3, 0.95, 1.0], size=num_rows)

@@ -1,4 +1,4 @@
-"""Deferred output over two ranks: rank 1 begins each step with tokens that its device received, not its host."""
+"""Deferred output over two ranks: rank 1 begins each step with tokens on its device that its host has not read."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def test_one_step_ahead_on_two_ranks_gives_what_waiting_gives(
     assert len(found) == 12
     assert all(message.is_deferred for message in ahead.messages)
     if "speculative_config" not in fields:
-        # Of most decodes the last tokens were on the device alone when the step arrived.
+        # For most decodes the last tokens were only on the device when the step arrived.
         unsent = [
             message
             for message in ahead.messages

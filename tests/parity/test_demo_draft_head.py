@@ -1,4 +1,4 @@
-"""The committed head drafts for the demo model, in the form in which it is served."""
+"""The committed head drafts for the demo model as it is served."""
 
 from functools import cache
 from typing import Any
@@ -21,8 +21,8 @@ from tools.demo.generate import held_out_texts
 
 MOST_TOKENS = 64
 LEAST_ACCEPTED = {1: 0.7, 3: 0.55}
-"""By most drafts a step, the share that is accepted. Drafts beyond an end token count as rejected, and answers are
-short: of others nine in ten are accepted (models/demo/README.md)."""
+"""Acceptance rate by the number of drafts per step. Drafts after an end token count as rejected, and answers are
+short: in longer texts nine of ten are accepted (models/demo/README.md)."""
 
 
 GREEDY = (SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS),)
@@ -43,14 +43,14 @@ SAMPLED = tuple(
 
 
 def questions(params: tuple[SamplingParams, ...] = GREEDY) -> list[Sequence]:
-    """A held-out question of each category, with one of the parameters after the other."""
+    """A held-out question of each category, with the parameters in turn."""
     tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
     prompts = [render_prompt(text) for texts in held_out_texts(2, 1).values() for text in texts]
     return [Sequence(tokenizer.encode(each).ids, 16, params[i % len(params)], id=i) for i, each in enumerate(prompts)]
 
 
 def steps(num_drafts: int) -> Steps:
-    """Without drafts, or by the head, which the method alone names."""
+    """Without drafts, or with the head, which is found by the method alone."""
     fields = {"speculative_config": {"num_speculative_tokens": num_drafts, "speculative_method": "eagle"}}
     return Steps(
         runner_for(
@@ -74,7 +74,7 @@ def test_most_drafts_of_the_head_are_what_the_model_says_to_held_out_questions(n
 
 
 class Recorded(Steps):
-    """Keeps the drafts that each step made, and has each sequence pause for 20 tokens of 40."""
+    """Records the drafts of each step, and lets each sequence pause for 20 tokens of 40."""
 
     made: list[dict[int, list[int]] | None]
 
@@ -102,9 +102,9 @@ class Recorded(Steps):
 def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
     by: str, params: tuple[SamplingParams, ...], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a head, in the call that verifies the drafts before, and of a model that reads no hidden states.
+    """A head, in the call that verifies its previous drafts, and a model that reads no hidden states.
 
-    No entry is left out after a pause: what is in its memory then is of earlier rows, and differs.
+    After a pause no entry may be missing: its memory would then contain entries of earlier rows, which differ.
     """
     monkeypatch.setattr(drafting, "_MAX_WAITING", 64)
     speculative = {"num_speculative_tokens": 4, "speculative_method": "eagle"}

@@ -1,4 +1,4 @@
-"""The committed demo checkpoint answers a sample of its held-out questions, as transformers computes it."""
+"""The committed demo checkpoint answers a sample of its held-out questions, computed by transformers."""
 
 import functools
 
@@ -10,7 +10,7 @@ from tools.demo.examples import render_prompt
 from tools.demo.generate import Text, held_out_texts
 
 SAMPLE = 40
-# What the committed weights reach (models/demo/README.md) less the noise of a sample; retrained weights raise it.
+# Results of the committed weights (models/demo/README.md) less the noise of a sample; retrained weights raise it.
 LEAST_RIGHT = {
     "addition and subtraction": 0.95,
     "arithmetic follow-up": 0.95,
@@ -53,7 +53,7 @@ LONG = {
     "copying",
     "lists and counting",
 }
-"""Categories whose answers take the most tokens. The weights change with `make demo-model` only."""
+"""Categories with the longest answers. The weights change with `make demo-model` only."""
 
 
 @pytest.mark.parametrize(

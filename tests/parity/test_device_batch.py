@@ -1,4 +1,4 @@
-"""What the device keeps of the batch: block tables and last tokens by slot, of which steps send only what changed."""
+"""Persistent arrays of the device: block tables and last tokens by slot, of which steps send only changes."""
 
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def test_tables_on_the_device_give_the_tokens_of_tables_on_the_host(
 
 
 def decoding(checkpoint: Path, length: int, rows: int = 8) -> tuple[ModelRunner, Ahead]:
-    """Greedy rows of prompts of that length, past their first tokens."""
+    """Greedy rows of prompts of `length` tokens, after their first generated tokens."""
     runner = runner_for(checkpoint, enable_prefix_caching=False)
     ahead = Ahead(runner)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

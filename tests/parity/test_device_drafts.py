@@ -1,4 +1,4 @@
-"""Drafts of a model one step ahead of the host: answers are those of steps without drafts that are read one by one."""
+"""Asynchronous drafts of a model: answers equal those of synchronous steps without drafts."""
 
 import dataclasses
 from pathlib import Path
@@ -38,7 +38,7 @@ __all__ = ["checkpoint", "triton_kernels"]
 
 @pytest.fixture(autouse=True)
 def tables_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block tables are on the device, and the plan, which knows no costs, gives drafts whatever the machine does."""
+    """Block tables are on the device, and the plan, which knows no costs, always gives drafts."""
     for name in ("note_step", "note_kept_step", "note_drafting", "note_drafting_step"):
         monkeypatch.setattr(StepCosts, name, lambda *_: None)
     monkeypatch.setattr(NetGain, "note", lambda *_, **__: None)
@@ -46,7 +46,7 @@ def tables_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Noted(Ahead):
-    """Notes the steps that begin where the device alone knows."""
+    """Records the steps whose positions only the device knows."""
 
     def __init__(self, runner: ModelRunner, device: DelayedDevice | None = None) -> None:
         super().__init__(runner)
@@ -54,9 +54,9 @@ class Noted(Ahead):
             self.device = device
             runner.device_batch = DeviceBatch(device, runner.config.max_num_seqs)
         self.unknown: list[int] = []
-        """Tokens of a row of each such step."""
+        """Number of tokens of a row of each such step."""
         self.waits: list[tuple[int, int]] = []
-        """By step: how often the host had waited for the device, and the graphs that had replayed, before it."""
+        """By step: how often the host had waited for the device, and the number of replayed graphs, before it."""
         self.num_waits = 0
         record = self.device.record
 
@@ -124,12 +124,12 @@ def test_in_any_company_answers_are_those_without_drafts(checkpoint: Path, field
     assert ahead.unknown or "stop_token_ids" in fields
     if fields.get("num_kvcache_blocks") == 8:
         assert ahead.scheduler.stats("decode", 0.0).preemptions > 0
-    # Prefixes that are found again have the drafter's keys and values too.
+    # Prefix hits have the drafter's keys and values too.
     assert answers(ahead.run(some())) == expected
 
 
 def test_rejection_accepts_all_drafts_of_the_model_itself_one_step_ahead(checkpoint: Path) -> None:
-    """The noise of each draft, and the distribution it was sampled from, are those of the position that it has."""
+    """The noise of each draft, and the distribution from which it was sampled, belong to its final position."""
     expected = answers(waiting(runner_for(checkpoint), endless(tokens=40)))
     ahead = Noted(runner_for(checkpoint, **by_rejection(checkpoint)))
     found = answers(ahead.run(endless(tokens=40)))
@@ -245,8 +245,8 @@ def test_graphs_of_every_length_replay_and_the_host_waits_for_no_step_before_it_
         if length == 1 + K
     ]
     assert len(full) >= 3
-    # From launch to launch the host waits once, for the step before the one that runs; and a step is the target's
-    # graph and one of each pass of the drafter.
+    # Between launches the host waits once, for the step before the running one; a step is the target's graph and one
+    # graph for each pass of the drafter.
     assert set(full) == {(1, 1 + K)}
 
 

@@ -1,6 +1,6 @@
-"""Tokens of rows that verify drafts follow the target's distribution, however drafts are made and accepted.
+"""Tokens of rows that verify drafts follow the target's distribution, for every drafter and way of acceptance.
 
-The model is a table: the logits of a token depend on the token before it, and on penalties and masks over all of them.
+The model is a table: the logits of a token depend on the previous token, and on penalties and masks over all of them.
 Each sequence is a slot with a seed of its own, and gets two tokens: the first position's, and the second's from the
 same step if the first draft was accepted, or from a step without drafts if not. Drafts follow a request's masks, as
 the runner's do, except those of the adversarial drafter.
@@ -43,7 +43,7 @@ PARAMS = {
 EOS = 6
 GRAMMAR = "a[bc]?|b[abf]+|d[ef]c|f(a|e)*d"
 FOLLOWERS = {None: [0, 1, 3, 5], 0: [1, 2, EOS], 1: [0, 1, 5], 3: [4, 5], 5: [0, 3, 4]}
-"""The tokens that `GRAMMAR` allows first, and after each of these, where token 0 is `a`."""
+"""The tokens that `GRAMMAR` allows first, and after each of these, with `a` as token 0."""
 DRAFTERS: dict[str, np.ndarray] = {
     "random": Q,
     "perfect": TABLE,
@@ -118,7 +118,8 @@ def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
 def propose(
     slots: Slots, table: np.ndarray, *, by_rejection: bool, ignores_masks: bool = False
 ) -> tuple[np.ndarray, torch.Tensor]:
-    """Two drafts of each slot, written to the table, and what they were sampled from. # [slots, 2], [slots, 2, V]"""
+    """Two drafts of each slot, written to the table, and the distributions of their samples. # [slots, 2], [slots, 2,
+    V]"""
     drafts, probabilities = np.zeros((len(slots.slots), 2), dtype=np.int64), []
     for depth in range(2):
         rows = slots.rows(slots.slots, depth)
@@ -135,7 +136,7 @@ def propose(
 
 
 def answer(slots: Slots, drafts: np.ndarray, probabilities: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
-    """The two tokens of each slot, and how many drafts were accepted of those that were reached. # [slots, 2], [2]"""
+    """The two tokens of each slot, and the number of accepted drafts among those reached. # [slots, 2], [2]"""
     count = len(slots.slots)
     at, depths = np.repeat(slots.slots, 2), np.tile([0, 1], count)
     slots.tokens[:, len(PROMPT) :] = drafts
@@ -176,7 +177,7 @@ def pairs_of(tokens: np.ndarray) -> np.ndarray:
 def assert_distributed(counts: np.ndarray, expected: np.ndarray) -> None:
     expected = expected.reshape(-1) * counts.sum()
     assert counts[expected == 0].sum() == 0
-    # Rare pairs together, as the test's approximation needs.
+    # Rare pairs are merged, as the test's approximation requires.
     is_rare = (expected < 5) & (expected > 0)
     kept = (expected > 0) & ~is_rare
     observed, wanted = [*counts[kept], counts[is_rare].sum()], [*expected[kept], expected[is_rare].sum()]
@@ -192,7 +193,8 @@ def _cases() -> list[object]:
         for drafter in DRAFTERS
         for acceptance in ("coupled", "rejection")
     ]
-    # Of each parameter, drafter and way of acceptance one, with fewer samples; all with 20,000 are slow.
+    # One of each parameter, drafter and way of acceptance, with fewer samples; all of them with 20,000 samples are
+    # slow.
     short = [pytest.param(*case, 4000) for number, case in enumerate(every) if number % 7 == 1]
     return [*short, *(pytest.param(*case, 20_000, marks=pytest.mark.slow) for case in every)]
 
@@ -235,7 +237,7 @@ def test_rejection_accepts_as_much_as_the_distributions_have_in_common() -> None
 
 
 def test_a_draft_without_a_distribution_is_accepted_as_often_as_the_target_samples_it() -> None:
-    """For the drafts of a lookup both ways of acceptance are one: p / q is p where q is 1."""
+    """For lookup drafts both ways of acceptance are equal: p / q is p if q is 1."""
     params, slots = PARAMS["temperature"], slots_of("temperature", 4000)
     _, accepted = answer(slots, np.full((4000, 2), 3), None)
     assert accepted[0] == pytest.approx(distribution(params, TABLE[PROMPT[-1]])[3], abs=0.03)
@@ -252,7 +254,7 @@ def test_a_broken_row_keeps_its_peak_for_the_report_of_it() -> None:
 
 
 def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
-    """Of Pearson's test, by Wilson and Hilferty's approximation."""
+    """P-value of Pearson's test, by Wilson and Hilferty's approximation."""
     degrees = len(counts) - 1
     statistic = float(((counts - expected) ** 2 / expected).sum())
     z = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / math.sqrt(2 / (9 * degrees))

@@ -1,4 +1,5 @@
-"""A drafter's passes as a GPU replays them: of every length, the same drafts as eager passes, and nothing else run."""
+"""A drafter's passes replayed as on a GPU: for every length, the same drafts as eager passes, and no eager
+operations."""
 
 import dataclasses
 from collections.abc import Callable
@@ -70,7 +71,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
 
 
 class Counting(Steps):
-    """Notes the drafts of each step, and how its passes were run."""
+    """Records the drafts of each step, and how its passes were run."""
 
     def __init__(self, runner: ModelRunner, device: GraphDevice | RecordingDevice | None = None) -> None:
         super().__init__(runner)
@@ -78,7 +79,7 @@ class Counting(Steps):
         self.made: list[dict[int, list[int]]] = []
         """Drafts of each step by sequence."""
         self.replays: list[tuple[int, int, int, int]] = []
-        """Of each step of decodes: graphs replayed, the longest of its drafts, eager passes of the drafter, and how
+        """For each step of decodes: replayed graphs, the longest of its drafts, eager passes of the drafter, and how
         often the host waited for drafts."""
         self.num_eager = self.num_reads = 0
 
@@ -96,7 +97,7 @@ class Counting(Steps):
 
 @pytest.fixture
 def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Entries of a row of the drafter's passes that were replayed."""
+    """Number of entries of a row in the drafter's replayed passes."""
     found: list[int] = []
     draft = DraftGraphRunner.draft
 
@@ -128,7 +129,7 @@ def captured(runner: ModelRunner, device: Device) -> ModelRunner:
 
 
 def count(patch: pytest.MonkeyPatch, steps: Counting) -> None:
-    """Have the steps count eager passes, and how often the host reads drafts."""
+    """Count eager passes, and how often the host reads drafts, in each step."""
     run, read = DraftPasses.run, ModelDrafter._read
 
     def counted_read(self: ModelDrafter, *arguments: Any) -> Any:
@@ -144,7 +145,8 @@ def count(patch: pytest.MonkeyPatch, steps: Counting) -> None:
 
 
 def assert_replayed(steps: Counting) -> None:
-    """A step of decodes is one graph of the target and one of each pass of the drafter, whose drafts are read once."""
+    """A step of decodes is one graph of the target and one for each pass of the drafter, whose drafts are read
+    once."""
     full = [each for each in steps.replays if each[1] == K]
     assert len(full) >= 3
     assert all(each == (1 + K, K, 0, 1) for each in full), full
@@ -177,7 +179,7 @@ def test_a_drafters_passes_are_graphs_that_make_the_eager_ones_drafts(
 def test_drafts_that_depend_on_the_draft_before_are_read_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Penalties and bad words of a row have the host wait for each pass; the drafts are those of eager passes."""
+    """For penalties and bad words of a row the host waits after each pass; the drafts are those of eager passes."""
     monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturingBackend())
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1 << 30)
     case = CASES["EAGLE"](tmp_path)
@@ -214,7 +216,7 @@ def test_a_broken_drafter_of_which_the_device_takes_each_token_costs_no_answer(
 def test_first_passes_of_all_lengths_are_replayed(
     checkpoint: Path, hidden_layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, lengths: list[int]
 ) -> None:
-    """After a step that accepts some drafts, the rows' entries are of different numbers."""
+    """After a step that accepts some drafts, the rows have different numbers of entries."""
     monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturingBackend())
     few, one = endless(), endless(1, 50)
     plain = Steps(runner_for(checkpoint))
@@ -230,7 +232,7 @@ def test_first_passes_of_all_lengths_are_replayed(
     assert (steps.run(endless()), steps.run(endless(1, 50))) == expected
     assert steps.made == eager.made
     assert_replayed(steps)
-    # Which ones depends on how many drafts the plan gives, and on what was accepted of them.
+    # Which ones depends on the plan's numbers of drafts, and on the accepted ones.
     assert {1, 4} < set(lengths) <= {1, 2, 3, 4}
 
 
@@ -257,7 +259,7 @@ def test_recorded_passes_of_kernels_make_the_eager_ones_drafts(
 def test_ranks_take_greedy_drafts_to_the_next_pass_on_their_devices(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
 ) -> None:
-    """Rank 0 sends each draft from device to device; both hosts wait once a step, for all of them."""
+    """Rank 0 sends each draft from device to device; both hosts wait once per step, for all of them."""
     monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturingBackend())
     expected = Steps(runner_for(checkpoint)).run(endless()[::2])
     devices = [GraphDevice(), GraphDevice()]

@@ -1,4 +1,4 @@
-"""MTP layers and EAGLE heads compute what plain references of the papers compute, and load from published layouts."""
+"""MTP layers and EAGLE heads compute the same as plain references of the papers, and load from published layouts."""
 
 import json
 from collections.abc import Callable
@@ -46,11 +46,11 @@ SIZES: dict[str, dict[str, int]] = {
     "Qwen3_5ForCausalLM": {"head_dim": 32},
     "Qwen3_5MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
 }
-"""Sizes that the compiled operators take, by architecture."""
+"""Sizes that the compiled operators support, by architecture."""
 
 
 class Case(NamedTuple):
-    """A drafter, its target and its reference, and what it reads of a prompt."""
+    """A drafter, its target and its reference, and the inputs of a prompt."""
 
     method: str
     target: Path
@@ -139,7 +139,7 @@ def drafted(drafter: DraftLM, case: Case, dtype: torch.dtype = torch.float32) ->
 
 
 def expected(case: Case, drafts: list[int]) -> torch.Tensor:
-    """What the reference makes of the same tokens."""
+    """The reference's results for the same tokens."""
     tokens, hidden = prompt(LENGTH + 1)[1:], case.reference.combine(case.hidden)
     for draft in drafts:
         own = case.reference.forward(tokens, hidden)[-1:]
@@ -148,7 +148,7 @@ def expected(case: Case, drafts: list[int]) -> torch.Tensor:
 
 
 def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference, as a part of the largest value."""
+    """The largest difference, relative to the largest value."""
     found, wanted = (torch.where(each.isinf(), torch.zeros(()), each.float()) for each in (found, wanted))
     return float((found - wanted).abs().max() / wanted.abs().max())
 
@@ -171,13 +171,13 @@ def test_by_the_operators_in_bfloat16_it_differs_by_rounding_only(case: Case) ->
     found, drafts = drafted(drafter, case, torch.bfloat16)
     logits, wanted = drafter.compute_logits(found), case.reference.logits(expected(case, drafts))
     rows = [error_of(*pair) for pair in zip(logits, wanted, strict=True)]
-    # In a few rows rounding chooses other experts, or other tokens to attend to.
+    # In a few rows rounding selects other experts, or other tokens to attend to.
     assert sorted(rows)[len(rows) // 2] <= 0.03
     assert sum(row > 0.1 for row in rows) <= 4
 
 
 def test_its_pass_is_recordable_unless_torch_computes_a_part(case: Case) -> None:
-    """So that the pass of a head is one call of the operators."""
+    """With this the pass of a head is one call of the operators."""
     native = runtime.start(2)
     if native is None:
         pytest.skip("the compiled operators are not there")
@@ -327,7 +327,7 @@ def test_a_method_says_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_drafts_of_a_head_change_no_answer(case: Case) -> None:
-    """Of greedy and of seeded sequences, in one batch. Random heads are mostly wrong."""
+    """With greedy and seeded sequences in one batch. Random heads are mostly wrong."""
     drafting: dict[str, object] = {"num_speculative_tokens": DRAFTS, "speculative_method": case.method}
     if case.path is not None:
         drafting["speculative_model"] = str(case.path)

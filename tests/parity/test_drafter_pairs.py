@@ -1,8 +1,8 @@
 """Every drafter with every kind of target, on two ranks whose core dies: answers are those of one without drafts.
 
-docs/speculative.md has the table of these pairs. A recurrent layer keeps a state for each position of a step that
-verifies drafts, and every rank chooses the one after the accepted drafts. In another core keys, values and states are
-computed again from the prompt and the tokens that were delivered.
+docs/speculative.md has the table of these pairs. A recurrent layer stores a state for each position of a step that
+verifies drafts, and every rank selects the one after the accepted drafts. In another core keys, values and states are
+computed again from the prompt and the delivered tokens.
 """
 
 import dataclasses
@@ -46,16 +46,16 @@ FIELDS: dict[str, Any] = {"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 256
 
 
 class Pair(NamedTuple):
-    """A target, and what drafts for it."""
+    """A target and its drafter."""
 
     target: Path
     speculative: dict[str, Any]
     drafter: Callable[[list[Sequence]], DraftLM] | None = None
-    """Makes a drafter from sequences with their answers; None: `speculative` names one."""
+    """Creates a drafter from sequences with their answers; None: `speculative` names one."""
 
 
 class Knowing(Toy):
-    """Drafts the known answers, but for each fifth position: a step accepts some drafts, and others not."""
+    """Drafts the known answers except for each fifth position: a step accepts some drafts, and rejects others."""
 
     def __init__(self, answered: list[Sequence], hidden_layers: tuple[int, ...] = ()) -> None:
         super().__init__(hidden_layers)
@@ -144,7 +144,7 @@ TARGETS = {
 }
 MTP = ("GLM-4.5", "DeepSeek-V3", "DeepSeek-V3.2", "GLM-5", "Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE")
 STREAMS = ("Llama", "Qwen3", "gpt-oss", "Qwen3-MoE", "GLM-4.5", "DeepSeek-V3", "DeepSeek-V3.2", "GLM-5")
-"""Targets that keep the residual streams of their layers, which EAGLE-3 reads."""
+"""Targets that return the residual streams of their layers, which EAGLE-3 reads."""
 FAULTS: dict[str, tuple[type[Toy], tuple[int, ...]]] = {
     "NaN": (Toy, (-1,)),
     "outside of the vocabulary": (Outside, ()),
@@ -200,7 +200,7 @@ def made(pair: Pair, answered: list[Sequence], parallel: TensorParallel) -> tupl
 
 
 def over_two_ranks(pair: Pair, answered: list[Sequence], seqs: list[Sequence], most: int = 1000) -> Steps:
-    """Two ranks that have computed the sequences, in `most` steps."""
+    """Two ranks that have computed the sequences, in at most `most` steps."""
     if "speculative_method" in pair.speculative:
         [ranks] = thread_ranks(2)
         steps: Steps = OverRanks(at_once([partial(made, pair, answered, rank) for rank in ranks]))

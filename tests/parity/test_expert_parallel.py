@@ -1,4 +1,4 @@
-"""Experts spread over ranks and replicas compute what one rank does."""
+"""Experts distributed over ranks and replicas compute the same as one rank."""
 
 import fcntl
 import os
@@ -81,7 +81,7 @@ def spread(
     make: Callable[[TensorParallel], Any],
     exchanges: Sequence[Sequence[Exchange]] | None = None,
 ) -> list[list[Any]]:
-    """What `make` makes for each rank of each replica; what ranks add up is left in parts.
+    """The results of `make` for each rank of each replica; values that ranks would sum stay separate.
 
     `exchanges`: by rank and replica; None: those of threads that take turns.
     """
@@ -104,7 +104,7 @@ def side_by_side(calls: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def step(monkeypatch: pytest.MonkeyPatch) -> ForwardContext:
-    """The step that layers see."""
+    """The forward context of the step."""
     context = ForwardContext(None, None)  # type: ignore[arg-type] # for attention
     monkeypatch.setattr(moe, "get_forward_context", lambda: context)
     return context
@@ -130,7 +130,7 @@ def test_ranks_with_whole_experts_add_up_to_the_whole_layer(size: int, stacked: 
 def check_layers(
     whole: Whole, replicas: list[list[FusedMoE]], step: ForwardContext, counts: tuple[int, ...], call: AtOnce
 ) -> None:
-    """Each replica's tokens get what the whole layer gives them. 0 in `counts`: a dummy, which gets a number."""
+    """Each replica's tokens get the whole layer's results. 0 in `counts`: a dummy, whose result must be finite."""
     step.dp_metadata = DPMetadata(counts)
     inputs = [routed(max(1, count)) for count in counts]
     outputs = iter(
@@ -153,7 +153,7 @@ def check_layers(
 def test_tokens_reach_the_experts_of_other_replicas_and_come_back(
     size: int, num_replicas: int, step: ForwardContext
 ) -> None:
-    """Each replica has as many tokens as it likes, or none that count."""
+    """Each replica has any number of tokens, or only dummies."""
     whole = Whole(bias=True)
     replicas = spread(size, num_replicas, lambda parallel: layer(whole, parallel, stacked=False))
     for counts in ((7, 1, 12), (1, 0, 3), (0, 5, 0)):
@@ -165,7 +165,7 @@ def test_tokens_reach_the_experts_of_other_replicas_and_come_back(
 def test_tokens_reach_them_through_memory_that_replicas_share(
     size: int, num_replicas: int, step: ForwardContext
 ) -> None:
-    """In float32, where torch multiplies. `tests.parity.exchange_fuzz` has the operators."""
+    """In float32, with torch's products. `tests.parity.exchange_fuzz` tests the operators."""
     whole, replicas = Whole(bias=True), []
     with memory_of(size, num_replicas) as exchanges:
         replicas = spread(size, num_replicas, lambda parallel: layer(whole, parallel, stacked=False), exchanges)
@@ -185,7 +185,7 @@ def test_what_is_beside_the_experts_is_added_once(step: ForwardContext) -> None:
 
 
 def test_experts_do_not_work_for_dummies(step: ForwardContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dummy's output is unused, but it is a number."""
+    """A dummy's output is unused, but finite."""
     computed: list[int] = []
     products = moe.grouped_linear
 
@@ -206,7 +206,7 @@ def test_experts_do_not_work_for_dummies(step: ForwardContext, monkeypatch: pyte
 @pytest.mark.usefixtures("operators")
 class TestByOperators:
     def parts(self, size: int, num_replicas: int) -> tuple[FusedMoE, list[list[FusedMoE]]]:
-        """A layer in bfloat16, and the same spread."""
+        """A layer in bfloat16, and the same layer distributed."""
         gate_up, down = bf16(8, 128, 64), bf16(8, 64, 64, seed=1)
 
         def make(parallel: TensorParallel) -> FusedMoE:
@@ -227,7 +227,7 @@ class TestByOperators:
         return bf16(count, 64, seed=seed), *softmax_top_k(bf16(count, 8, seed=seed + 1).float(), 3, renormalize=True)
 
     def test_a_token_gets_the_same_bits_from_experts_of_other_replicas(self, step: ForwardContext) -> None:
-        """Whatever other replicas send."""
+        """Independent of the tokens of other replicas."""
         whole, replicas = self.parts(1, 2)
         mine, shared = self.inputs(9, 5), bf16(9, 64, seed=8)
         near, outputs = whole(*mine, shared).float(), []
@@ -249,7 +249,8 @@ class TestByOperators:
 
 @needs_operators
 def test_processes_exchange_any_number_of_tokens_until_one_leaves() -> None:
-    """By the operators, next to one that has all experts: the same bits. Who waits for one that leaves is let go."""
+    """With the operators, compared with a replica that has all experts: the same bits. Waiting replicas are notified
+    of one that leaves."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.parity.exchange_fuzz", "25"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -285,14 +286,14 @@ def test_memory_that_the_system_refuses_is_reported_in_a_sentence() -> None:
 @needs_operators
 @pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "DeepseekV2ForCausalLM"])
 def test_the_exchange_is_part_of_the_recorded_step(tmp_path: Path, architecture: str, step: ForwardContext) -> None:
-    """Which gives the bits of a rank that exchanges nothing. Here with itself alone."""
+    """This gives the bits of a rank without an exchange. Here the exchange is with itself alone."""
     variant = next(each for each in all_variants() if each.architecture == architecture)
     path = make_checkpoint(tmp_path, variant.family, dtype=torch.bfloat16, **_fields(variant))
     config = Config(num_kvcache_blocks=8, max_num_seqs=4, max_num_batched_tokens=64)
     library = load_library()
     assert library is not None
     found = []
-    step.dp_metadata = DPMetadata((1,))  # What operator by operator is told.
+    step.dp_metadata = DPMetadata((1,))  # The context of operators that run one by one.
     with open_memory() as memory:
         exchange = SharedMemoryExchange(library, 0, 1, memory, config.max_num_batched_tokens)
         for experts in (None, ExpertParallel(0, 1, exchange)):
@@ -308,7 +309,7 @@ def test_the_exchange_is_part_of_the_recorded_step(tmp_path: Path, architecture:
 @needs_operators
 @pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "DeepseekV2ForCausalLM"])
 def test_whole_experts_of_one_replica_are_part_of_the_recorded_step(tmp_path: Path, architecture: str) -> None:
-    """Which gives the same bits as operator by operator."""
+    """This gives the same bits as operators that run one by one."""
     variant = next(each for each in all_variants() if each.architecture == architecture)
     path = make_checkpoint(tmp_path, variant.family, dtype=torch.bfloat16, **_fields(variant))
     config = Config(num_kvcache_blocks=8, max_num_seqs=4)
@@ -322,7 +323,7 @@ def test_whole_experts_of_one_replica_are_part_of_the_recorded_step(tmp_path: Pa
 
 
 def states_of(runner: ModelRunner, program: Program | None) -> torch.Tensor:
-    """The hidden state that a prompt ends with, by a recorded step or operator by operator."""
+    """The hidden state of a prompt's last token, by a recorded step or by single operators."""
     seen: list[torch.Tensor] = []
     choose = type(runner)._logits_or_tokens
 

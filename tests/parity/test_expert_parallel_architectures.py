@@ -1,4 +1,4 @@
-"""Every mixture of experts, spread over ranks or replicas, gives the tokens of transformers.
+"""Every mixture of experts, distributed over ranks or replicas, gives the tokens of transformers.
 
 Ranks and replicas are threads, and real processes.
 """
@@ -21,7 +21,7 @@ from tests.parity.variants import Variant, all_variants
 NUM_TOKENS = 12
 PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6)]
 SHORT = {("MixtralForCausalLM", 2, 1), ("DeepseekV3ForCausalLM", 1, 2)}
-"""Of real processes: keys and values over ranks; latents, and experts that all tokens share, over replicas."""
+"""For real processes: keys and values over ranks; latents, and experts that all tokens share, over replicas."""
 _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -32,7 +32,8 @@ def num_experts(variant: Variant) -> int:
 
 
 def cases(is_short: Callable[[Variant, int, int], bool]) -> list[object]:
-    """Two ranks, two replicas, and both at once, over all variants; those that are not `is_short` in the long form."""
+    """Two ranks, two replicas, and both together, over all variants; those that are not `is_short` in the long
+    form."""
     made: list[object] = []
     seen: set[tuple[object, ...]] = set()
     for variant in all_variants():
@@ -51,7 +52,7 @@ def cases(is_short: Callable[[Variant, int, int], bool]) -> list[object]:
 def test_experts_spread_over_threads_give_the_tokens_of_transformers(
     variant: Variant, size: int, replicas: int, tmp_path: Path
 ) -> None:
-    """Replicas compute other prompts each, of other lengths."""
+    """Each replica computes other prompts, of other lengths."""
     checkpoint = make_checkpoint(tmp_path, variant.family, **variant.overrides)
     reference = Reference(checkpoint)
     prompts = [PROMPTS[replica:] for replica in range(replicas)]

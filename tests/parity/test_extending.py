@@ -88,7 +88,7 @@ def to_int16(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A directory as `pip install --target` leaves it."""
+    """A directory as `pip install --target` creates it."""
     site = tmp_path / "site"
     metadata, package = site / "toy_kaon-1.0.dist-info", site / "toy_kaon"
     metadata.mkdir(parents=True)
@@ -111,7 +111,7 @@ def pair(tmp_path: Path) -> Pair:
 
 
 def serve(path: Path, *, site: Path | None, seen: Path, dtype: str = "float32") -> list[int]:
-    """The tokens that a server process answers with; `site`: where further packages are installed."""
+    """The tokens of a server process's answer; `site`: where further packages are installed."""
     search = os.pathsep.join(map(str, filter(None, (ROOT, site))))
     done = subprocess.run(
         [sys.executable, "-c", SERVE, str(path), dtype],

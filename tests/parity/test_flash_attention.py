@@ -1,4 +1,4 @@
-"""Long prompts by a library's attention of rows of any lengths: which keys it is given, and when it is asked."""
+"""Long prompts by a library's attention of variable-length rows: the keys that it receives, and when it is used."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def by_rows(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """What torch's attention of rows of any lengths gives, a row at a time: the last query sees the last key."""
+    """The result of torch's variable-length attention, row by row: the last query attends to the last key."""
     assert enable_gqa == (q.shape[1] != k.shape[1])
     window, right = window_size
     assert right == 0
@@ -57,7 +57,7 @@ FORMS: list[tuple[dict[str, Any], torch.dtype]] = [
 def test_spans_are_given_their_own_keys(
     options: dict[str, Any], cache_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of prompts, and of a chunk after a prefix, whose keys before the window are left out."""
+    """Prompts, and a chunk after a prefix, whose keys before the window are left out."""
     monkeypatch.setattr(flash_attention, "library", lambda: by_rows)
     case = FlashCase(4, 2, 32, AttentionOptions(0.2, **options), torch.bfloat16, cache_dtype, 16)
     assert first_failure([case], CPU) is None

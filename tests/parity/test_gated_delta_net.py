@@ -1,4 +1,4 @@
-"""The recurrent layer: token by token, chunk by chunk, sharded, and next to other sequences."""
+"""The recurrent layer: token by token, chunk by chunk, sharded, and in batches with other sequences."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_tokens_one_by_one_and_in_chunks_leave_the_state_that_transformers_leave
     decay, beta = -2 * torch.rand(3, length, generator=generator), torch.rand(3, length, generator=generator)
     inputs = nn.ParameterList(nn.Parameter(x, requires_grad=False) for x in (q * 4, k, v, decay, beta, state))
 
-    def of_transformers() -> torch.Tensor:  # What is read, and the state. # [3, length + 16, 24]
+    def of_transformers() -> torch.Tensor:  # The outputs, and the state. # [3, length + 16, 24]
         *given, first = inputs
         given = [x.transpose(0, 1)[None] for x in given]
         read, last = torch_chunk_gated_delta_rule(*given, initial_state=first[None], output_final_state=True)
@@ -76,7 +76,7 @@ def layer(parallel: TensorParallel) -> GatedDeltaNet:
 def run(
     made: GatedDeltaNet, state: StateCache, slots: list[int], counts: list[int], lengths: list[int]
 ) -> torch.Tensor:
-    """One step of rows of random inputs, the ones of one token decodes."""
+    """One step of rows of random inputs; rows of one token are decodes."""
     tables = np.zeros((len(slots), 1), dtype=np.int32)
     metadata = select_backend(CPU).build_metadata(
         query_lens=counts,
@@ -98,7 +98,7 @@ def inputs(slot: int) -> torch.Tensor:
 
 
 def fresh(made: GatedDeltaNet) -> StateCache:
-    """What an earlier sequence may have left behind."""
+    """Values that an earlier sequence may have left."""
     return StateCache(tuple(torch.full((3, *shape), torch.nan) for shape in made.cache_spec.shapes))
 
 
@@ -122,7 +122,7 @@ def test_shards_add_up(size: int) -> None:
 
 
 def test_shards_with_one_wrong_weight_do_not_add_up() -> None:
-    """Whichever weight it is, wrong by a hundredth."""
+    """For any weight, with an error of a hundredth."""
     whole, bound = whole_and_bound()
     for name, _ in layer(ranks(1)[0]).named_parameters():
         parts = [layer(parallel) for parallel in ranks(2)]
@@ -133,7 +133,7 @@ def test_shards_with_one_wrong_weight_do_not_add_up() -> None:
 
 
 def whole_and_bound() -> tuple[torch.Tensor, torch.Tensor]:
-    """50 tokens by the whole layer, and how far rounding may move them: the state sums over as many tokens."""
+    """50 tokens by the whole layer, with bounds of the rounding errors: the state sums over as many tokens."""
     made = layer(ranks(1)[0])
 
     def compute() -> torch.Tensor:
@@ -143,5 +143,5 @@ def whole_and_bound() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def added(parts: list[GatedDeltaNet]) -> torch.Tensor:
-    """The sum of what each shard makes of the same 50 tokens."""
+    """The sum of the shards' results for the same 50 tokens."""
     return torch.stack([run(part, fresh(part), [1], [50], [50]) for part in parts]).sum(0)

@@ -1,4 +1,4 @@
-"""Gemma 3's configs as they are published, and what of them cannot be served."""
+"""Gemma 3's published configs, and the parts of them that cannot be served."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.parity.variants.gemma3 import VARIANTS
 
 
 def test_a_config_as_published_is_read_like_transformers_reads_it(tmp_path: Path) -> None:
-    """Version 4 spelling: two bases of rope side by side, a scaling that is the global one's alone, a pattern."""
+    """Version 4 spelling: two rope bases, a scaling that applies to the global one only, a pattern."""
     path = make_checkpoint(tmp_path, VARIANTS[0].family, **VARIANTS[0].overrides)
     edit_json(
         path / "config.json",

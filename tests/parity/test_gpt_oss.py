@@ -1,4 +1,4 @@
-"""gpt-oss in parts: what a tensor-parallel rank holds, and configs as they are published."""
+"""gpt-oss in parts: the shard of a tensor-parallel rank, and published configs."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A GPU's memory that runs out: at start in a sentence, while serving by smaller steps, and never the engine's end."""
+"""A GPU that runs out of memory: an error message at the start, smaller steps while serving; the engine never ends."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_a_model_that_does_not_fit_is_refused(checkpoint: Path, monkeypatch: pyt
 def test_all_requests_are_answered_when_memory_runs_out_while_serving(
     checkpoint: Path, prompts: list[list[int]], mode: str, room: int
 ) -> None:
-    """Room for a part of a prompt and, the second time, for half of the decodes."""
+    """Memory for a part of a prompt and, the second time, for half of the decodes."""
     expected = answers(waiting(runner_for(checkpoint), sequences(prompts[:12])))
     runner = runner_for(checkpoint, async_scheduling=mode)
     intact, failures = runner.run_model, 0

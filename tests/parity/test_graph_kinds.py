@@ -52,19 +52,19 @@ def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def captured_all(runner: ModelRunner) -> tuple[ModelRunner, GraphDevice]:
-    """The runner on a device with graphs, of which it captures all sizes; it must want to."""
+    """The runner on a device with graphs, of which it captures all sizes; it must have graphs."""
     device = GraphDevice()
     runner = rebuilt(runner, device, NUM_BLOCKS)
     assert runner.graphs is not None
     while runner.graphs.capture_next():
         pass
     assert runner.graphs.captured_sizes == [2, 4]
-    device.num_replayed = 0  # What tried the graphs does not count.
+    device.num_replayed = 0  # Passes that tested the graphs do not count.
     return runner, device
 
 
 def sequences(adapters: tuple[int, ...] = (0, 0, 0), max_tokens: tuple[int, ...] = (5, 9, 13)) -> list[Sequence]:
-    """Greedy ones of other lengths, which end one after the other."""
+    """Greedy sequences of various lengths, which end in turn."""
     made = []
     for i, (adapter, count) in enumerate(zip(adapters, max_tokens, strict=True)):
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=1)
@@ -98,13 +98,13 @@ def test_rows_with_recurrent_states_leave_the_states_of_others_alone(
     assert any(state[5].any() for state in states)
     assert answers(waiting(runner, sequences())) == expected
     assert device.num_replayed == 12
-    # Slots are given out in ascending order: three rows never touch the last two of sequences.
+    # Slots are assigned in ascending order: three rows never use the last two sequences' slots.
     assert not any(state[3:5].any() for state in states)
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, str]]:
-    """A checkpoint, and flags of two adapters for it, of other ranks and other layers."""
+    """A checkpoint, and flags of two adapters for it, with other ranks and other layers."""
     directory = tmp_path_factory.mktemp("adapted")
     path = make_checkpoint(directory / "base", vocab_size=160)
     base = read_weights(path)
@@ -176,9 +176,9 @@ def test_a_rank_replays_its_part_of_what_ranks_exchange(checkpoint: Path) -> Non
     expected = answers(waiting(runner, sequences()))
     sums = collectives.num_sums
     runner, device = captured_all(runner)
-    # Of each size one pass is run with the other rank, of two sums a layer and the embedding's, and four more with a
-    # replay behind each. Five times all agree: that none fails, that none lacks memory, that all have captured, that
-    # no sum of the graph's is unknown, that replays are right.
+    # For each size one pass runs together with the other rank, with two sums per layer and the embedding's, and four
+    # more each followed by a replay. Five times all agree: that none fails, that none lacks memory, that all have
+    # captured, that no sum of the graph is unknown, that replays are right.
     assert collectives.num_sums - sums == 2 * (5 + 4 * 2 * 5 + 5)
     assert answers(waiting(runner, sequences())) == expected
     assert device.num_replayed == 12
@@ -247,7 +247,7 @@ def test_what_ranks_exchange_through_the_host_is_in_no_graph(checkpoint: Path) -
 def test_rows_of_a_token_and_its_drafts_are_replayed(
     checkpoint: Path, backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rows of three tokens behind contexts of other lengths, in a graph of four, then two rows in the same."""
+    """Three rows of three tokens after contexts of various lengths, in a graph of four, then two rows in the same."""
     monkeypatch.setattr(loaded_model, "select_backend", lambda device: backend())
     runner = runner_for(checkpoint)
     device = GraphDevice()
@@ -257,7 +257,7 @@ def test_rows_of_a_token_and_its_drafts_are_replayed(
     shape = GraphShape(block_size=16, max_blocks=16, padding_block=NUM_BLOCKS, padding_slot=64, query_len=3)
     graphs = GraphRunner(device, runner.backend, runner.model, (4,), shape)
     assert not graphs.capture_next()
-    device.num_replayed = 0  # What tried the graph does not count.
+    device.num_replayed = 0  # The pass that tested the graph does not count.
     for rows in ([0, 1, 2], [2, 1]):
         inputs = drafts(runner, np.array(rows), length=3)
         eager = assembled(runner, replace(inputs, num_decodes=0, query_len=1), 0)
@@ -307,7 +307,7 @@ def test_an_unread_token_precedes_the_drafts_of_its_row(kind: type[HostDevice]) 
 
 
 def drafts(runner: ModelRunner, slots: np.ndarray[Any, np.dtype[np.int64]], length: int) -> StepInputs:
-    """As a proposer of drafts would have a step: the last tokens of each row, and as many contexts."""
+    """A step as a proposer of drafts would have it: the last tokens of each row, and as many contexts."""
     batch = runner.input_batch
     seq_lens = np.array([5 + 9 * slot for slot in slots.tolist()])
     positions = (seq_lens[:, None] - length + np.arange(length)).ravel()

@@ -1,4 +1,4 @@
-"""What graphs leave of a GPU's memory: a size that would take from steps is left out, by all ranks where by one."""
+"""Memory that graphs leave free on a GPU: a size that would take memory from steps is not captured on any rank."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +36,7 @@ class FakeMemory:
         self.times_given_back = 0
 
     def run(self, num_bytes: int) -> None:
-        """Something takes so much for a while."""
+        """Allocate `num_bytes` for a while."""
         self.top = max(self.top, self.used + num_bytes)
 
     def total(self) -> int:
@@ -64,9 +64,9 @@ class FakeMemory:
 @pytest.mark.parametrize(
     ("graphs", "reported"),
     [
-        # What each pass takes, and what its graph then takes, in MiB. 424 are free, of which steps are to have 356.
+        # The memory of each pass, and then of its graph, in MiB. 424 are free, of which steps need 356.
         ([(69, 0), (68, 60), (60, 1), (50, 1), (40, 2)], [False, True, True, True, True]),
-        # The second is to find all in the pool; the third may take what the second took after all.
+        # The second finds all its memory in the pool; the third may need as much as the second did after all.
         ([(30, 30), (29, 20), (28, 10), (27, 9)], [True, True, False, False]),
         ([(68, 69), (1, 0)], [True, False]),
     ],
@@ -87,7 +87,7 @@ def test_a_graph_is_captured_where_it_leaves_steps_their_memory(
             with room.capturing():
                 memory.graphs += taken * MIB
     assert found == reported
-    # Of the steps that run between captures nothing is taken.
+    # Steps that run between captures lose no memory.
     assert memory.times_given_back == 1
 
 
@@ -134,7 +134,7 @@ def test_sizes_that_would_take_from_steps_run_eagerly(
     assert runner.graphs.capture_next()
     assert runner.graphs.captured_sizes == []
     assert answers(waiting(runner, sequences(prompts[:12]))) == expected
-    # Of 424 MiB 256 are kept, and 4 rows take 160.
+    # Of 424 MiB 256 stay free, and 4 rows take 160.
     assert runner.graphs.captured_sizes == [1, 2, 4]
     assert device.num_replayed > 0
     reported = [record.message for record in caplog.records if "memory does not suffice" in record.message]
@@ -144,7 +144,7 @@ def test_sizes_that_would_take_from_steps_run_eagerly(
 
 
 def rank_of(path: Path, parallel: TensorParallel, device: GraphDevice) -> ModelRunner:
-    """A rank, alone or of several, whose graphs may be of 8, 4, 2 and 1 rows."""
+    """A rank, alone or of several, whose graphs may have 8, 4, 2 and 1 rows."""
     sizes = {"cudagraph_capture_sizes": (1, 2, 4, 8)}
     config = Config(num_kvcache_blocks=NUM_BLOCKS, max_model_len=256, max_num_seqs=64, compilation_config=sizes)
     loaded = load(path, config, parallel=parallel, backend=CapturingBackend(), seam=device)
@@ -152,7 +152,7 @@ def rank_of(path: Path, parallel: TensorParallel, device: GraphDevice) -> ModelR
 
 
 def break_pass(runner: ModelRunner, rows: int, error: RuntimeError) -> None:
-    """Have a pass of so many tokens fail behind its first sum."""
+    """Let a pass of `num_tokens` tokens fail after its first sum."""
     forward = runner.model.forward  # type: ignore[attr-defined]
 
     def broken(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def test_a_warm_up_step_that_one_rank_has_no_memory_for_leaves_no_other_waiting(
         if parallel.rank:
             break_pass(runner, 8, torch.OutOfMemoryError(OUT_OF_MEMORY))
         compile_kernels(StepSizes(16, 4, 64), runner.run_dummy_step, parallel)
-        # They still find each other.
+        # They are still synchronised.
         return int(parallel.all_reduce(torch.ones(1, 1)).item())
 
     assert at_once([partial(warmed, parallel) for parallel in thread_ranks(2)[0]]) == [2, 2]

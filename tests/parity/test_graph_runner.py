@@ -1,4 +1,4 @@
-"""Decodes replayed from graphs: which steps, of what sizes, over which memory; the tokens are those of eager steps."""
+"""Decodes replayed from graphs: which steps, sizes and memory; the tokens are those of eager steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -119,7 +119,7 @@ def test_the_first_decode_after_the_start_replays_a_graph_on_every_rank(
         replayed.append(devices[0].num_replayed - before)
 
     ranks.run(lead)
-    # The prompts' step, and three decodes; of rank 1 what tried its graphs is the same.
+    # The prompts' step, and three decodes; on rank 1 the passes that tested its graphs are the same.
     assert replayed == [3]
     assert devices[0].num_replayed == devices[1].num_replayed
     assert [device.num_captured for device in devices] == [len(SIZES)] * 2
@@ -148,7 +148,7 @@ def test_a_replay_reads_fixed_memory_and_padding_rows_write_to_an_unused_block(
     runner.model.forward = noted  # type: ignore[attr-defined]
     assert runner.graphs is not None
     assert not runner.graphs.capture_next()
-    device.num_replayed = 0  # What tried the graph does not count.
+    device.num_replayed = 0  # The pass that tested the graph does not count.
     spare = [pool[NUM_BLOCKS] for pool in runner.caches.pools]
     others = [pool[:NUM_BLOCKS].clone() for pool in runner.caches.pools]
     assert any(part.any() for part in spare), "the pass that comes before a capture writes somewhere"
@@ -219,7 +219,7 @@ def test_replicas_that_exchange_tokens_have_a_spare_block_and_no_graphs(checkpoi
     runner, _ = graphed(checkpoint)
 
     class Others:
-        """Asked nothing here."""
+        """Not used here."""
 
     experts = ExpertParallel(0, 2, Others())  # type: ignore[arg-type]
     runner = rebuilt(runner, parallel=TensorParallel(experts=experts))
@@ -235,7 +235,7 @@ def test_sizes_by_default_are_small_ones_and_every_sixteenth() -> None:
 
 
 class StaleDevice(GraphDevice):
-    """Whose replays leave behind what the first one did, as if they had not read what they were given."""
+    """A device whose replays repeat the results of the first one, as if they had not read their inputs."""
 
     def capture(self, run: Callable[[], None]) -> Graph:
         """See `Device`."""
@@ -260,7 +260,8 @@ class StaleDevice(GraphDevice):
 def test_graphs_that_are_wrong_for_rows_of_several_pieces_are_dropped(
     max_model_len: int, captured: list[int], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode attention merges the pieces of a row; a model of short contexts has no such rows, and none is tried."""
+    """Decode attention merges the pieces of a row; a model of short contexts has no such rows, so that none is
+    tested."""
     lengths: list[int] = []
     replay = CapturingBackend.prepare_for_replay
 

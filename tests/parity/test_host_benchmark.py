@@ -1,4 +1,4 @@
-"""The benchmark of what the host does for a GPU: it runs where there is none, and takes that GPU's tiles."""
+"""The benchmark of the host's work for a GPU runs without one, with that GPU's tiles."""
 
 import json
 import os
@@ -35,7 +35,7 @@ with on(TARGETS["{target}"]), torch.inference_mode():
 
 
 def run(*arguments: str) -> str:
-    """What a process of its own prints, in which kernels are not interpreted."""
+    """The output of a process of its own, in which kernels are not interpreted."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

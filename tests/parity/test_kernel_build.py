@@ -1,4 +1,5 @@
-"""`kaon kernels build`: a start for the same GPU, model and flags finds every kernel compiled; so do its requests."""
+"""`kaon kernels build`: a later start for the same GPU, model and flags, and its requests, find every kernel
+compiled."""
 
 import os
 import re
@@ -55,7 +56,7 @@ with pytest.MonkeyPatch.context() as patch:
     ahead.run(Sequence(prompt(3 + 20 * at, seed=at), 16, each, id=at) for at, each in enumerate(EACH_CHOICE))
 print(len(found), *sorted(compiled))
 """
-"""A start that reads the weights and computes all that torch computes; requests with each way of sampling."""
+"""A start that reads the weights and computes everything that torch computes; requests with each way of sampling."""
 
 
 @requires_interpreter

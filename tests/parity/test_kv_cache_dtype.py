@@ -1,4 +1,4 @@
-"""Keys, values and latents may be cached in fewer bits than the model computes in."""
+"""Keys, values and latents may be cached in fewer bits than the model's dtype."""
 
 from pathlib import Path
 
@@ -21,12 +21,12 @@ KV_CASES = {
     ("Qwen3ForCausalLM", torch.float8_e4m3fn): 0.08,
     ("DeepseekV3ForCausalLM", torch.float8_e4m3fn): 0.12,
     ("DeepseekV3ForCausalLM", torch.bfloat16): 0.008,
-    # Near a tie, rounding chooses other tokens to attend to.
+    # Near a tie, rounding selects other tokens to attend to.
     ("DeepseekV32ForCausalLM", torch.float8_e4m3fn): 0.5,
     ("DeepseekV32ForCausalLM", torch.bfloat16): 0.05,
     ("GptOssForCausalLM", torch.float8_e4m3fn): 0.2,
 }
-"""By model and type of its cache, the mean absolute error that this may add to log probabilities of random weights."""
+"""By model and dtype of its cache, the mean absolute error that it may add to log probabilities of random weights."""
 
 
 @pytest.mark.parametrize(("architecture", "kv_dtype"), KV_CASES)
@@ -40,7 +40,7 @@ def test_a_narrower_kv_cache_errs_within_bounds_and_alike_however_a_prompt_is_co
     whole, bound = distribution(model, tokens)
     error = (whole - exact).abs().mean().item()
     assert 0 < error < KV_CASES[architecture, kv_dtype]
-    # At any token a number half-way between two that the cache holds may be rounded to either.
+    # At any token, a number half-way between two cache values may be rounded to either.
     row = Row(tokens)
     pieces = [model.step([(row, count)])[0] for count in (33, 40)]
     pieces += [model.step([(row, 1)], num_decodes=1)[0] for _ in range(17)]

@@ -1,4 +1,4 @@
-"""What the layers declare is what is allocated, and what the memory's sizing counts."""
+"""Caches are allocated as layers declare them, and the memory's sizing counts the same bytes."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""Replicas that share experts replay graphs together: all of them, or none."""
+"""Replicas that divide experts replay graphs together: all of them, or none."""
 
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Replica:
-    """One replica's runner, and what its passes were."""
+    """One replica's runner, and the kinds of its passes."""
 
     def __init__(self, checkpoint: Path, parallel: TensorParallel, capture: str, *, fails: bool = False) -> None:
         how = {"cudagraph_capture_sizes": SIZES, "capture": capture}
@@ -57,8 +57,8 @@ class Replica:
         self.replayed: list[int] = []
 
     def run(self, number: int, meeting: Meeting, max_tokens: int) -> list[RequestOutput]:
-        """All steps of this replica and the dummies between them; the graph replays of each pass are counted."""
-        # Which caches a pass uses is a global of the process, and this thread is not the one that set it.
+        """Run all steps of this replica and the dummies between them; the graph replays of each pass are counted."""
+        # The caches of a pass are a global of the process, which another thread has set.
         set_kv_cache_data(self._caches)
         runner, scheduler, reported = self.runner, Scheduler(self.runner.config), list[RequestOutput]()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens + 2 * number, ignore_eos=True)
@@ -105,7 +105,8 @@ def test_decodes_of_all_replicas_replay_together_and_give_the_tokens_of_eager_on
     replicas = started(checkpoint)
     assert [each.device.num_captured for each in replicas] == [len(SIZES)] * 2
     assert run(replicas) == expected
-    # The first pass has prompts. Then one replica has 3 decodes, the other 1, until dummies take the first one's part.
+    # The first pass has prompts. Then one replica has 3 decodes, the other 1, until dummies replace the first one's
+    # rows.
     assert replicas[0].replayed == replicas[1].replayed == [0] + [1] * 6
 
 

@@ -1,4 +1,4 @@
-"""Adapters in one batch compute what each computes merged into the base model's weights."""
+"""Adapters in one batch compute the same as if each were merged into the base model's weights."""
 
 from functools import partial
 from pathlib import Path
@@ -84,7 +84,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_rows_of_one_step_get_their_own_adapters_log_probabilities(served: Served) -> None:
-    """Rows of one adapter lie side by side in the first step, and apart in the second."""
+    """Rows of one adapter are adjacent in the first step, and apart in the second."""
     model = PagedModel(served.checkpoint)
     load_adapters(model.model, dict(zip("wn", served.adapters, strict=True)), dtype=torch.float32, device=CPU)
     adapters = [WIDE, WIDE, BASE, NARROW, NARROW]
@@ -110,8 +110,8 @@ few = pytest.mark.parametrize(
 
 @few
 def test_bfloat16_errs_about_as_much_as_products_beside_transformers_layers(served: Served) -> None:
-    """Merged weights err less: they are rounded once. Where two experts are nearly equal, rounding chooses between
-    them: so by the median and a quantile of many tokens."""
+    """Merged weights have smaller errors, since they are rounded once. If two experts are nearly equal, rounding
+    decides: so the median and a quantile of many tokens are compared."""
     model = PagedModel(served.checkpoint, dtype=torch.bfloat16)
     load_adapters(model.model, dict(zip("wn", served.adapters, strict=True)), dtype=torch.bfloat16, device=CPU)
     theirs = Reference(served.checkpoint, dtype=torch.bfloat16)
@@ -129,7 +129,7 @@ def test_bfloat16_errs_about_as_much_as_products_beside_transformers_layers(serv
 
 
 def add_products(model: nn.Module, adapter: Path) -> None:
-    """What PEFT does: each layer of transformers' adds its product of this adapter to its result."""
+    """As PEFT does: each layer of transformers' adds its product of this adapter to its result."""
     config, tensors = LoRAConfig.from_adapter(adapter), load_file(adapter / "adapter_model.safetensors")
     for name, module in model.named_modules():
         if (a := tensors.get(f"base_model.model.{name}.lora_A.weight")) is not None:
@@ -154,7 +154,7 @@ def test_greedy_tokens_are_those_of_merged_weights_in_chunks_with_prefix_hits(se
     assert found == expected
     assert len({tuple(tokens) for tokens in expected}) > 1, "the adapters change nothing here"
     if runner.config.enable_prefix_caching:
-        # The first prompt of each adapter finds nothing, the second the first's beginning.
+        # The first prompt of each adapter has no prefix hit, the second finds the first's beginning.
         assert hits == [0, 0, 0, 32, 32, 32]
 
 
@@ -229,7 +229,7 @@ def test_adapters_of_experts_that_do_not_fit_are_refused_in_a_sentence(
 
 @pytest.mark.parametrize("family", ["llama", "starcoder2"])
 def test_models_of_the_general_route_take_adapters(tmp_path: Path, family: Literal["llama", "starcoder2"]) -> None:
-    """Starcoder2 has no class here, biases, and projections of names of its own."""
+    """Starcoder2 has no class here, biases, and projections with names of its own."""
     made = Family(Starcoder2Config, Starcoder2ForCausalLM, {"use_bias": True}) if family == "starcoder2" else "llama"
     checkpoint = make_checkpoint(tmp_path / "base", made)
     base = read_weights(checkpoint)

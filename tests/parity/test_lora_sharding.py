@@ -1,4 +1,4 @@
-"""Adapters' products, sharded as their layers are, add what the whole products add."""
+"""Adapters' products, sharded as their layers are, add the same as the whole products."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,14 +24,14 @@ from tests.parity.test_model_sharding import fill, random, ranks
 
 @pytest.fixture
 def two_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of six tokens: the first without an adapter, two with the first, the rest by turns."""
+    """A step of six tokens: the first without an adapter, two with the first, the rest in turn."""
     groups = (LoRATokens(1, slice(1, 3)), LoRATokens(2, torch.tensor([3, 5])))
     step = SimpleNamespace(lora=groups, context=SimpleNamespace(positions=torch.arange(6)))
     monkeypatch.setattr(lora_layer, "get_forward_context", lambda: step)
 
 
 def expected_rows(x: torch.Tensor, weight: torch.Tensor, deltas: dict[int, torch.Tensor]) -> torch.Tensor:
-    """The step of `two_adapters`, a token at a time. # [6, in] -> [6, out]"""
+    """The step of `two_adapters`, token by token. # [6, in] -> [6, out]"""
     return torch.stack(
         [
             row @ (weight + deltas.get(number, torch.zeros_like(weight))).T
@@ -110,7 +110,8 @@ def test_products_of_experts_add_up(size: int, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_products_of_query_key_and_value_follow_their_heads(size: int, num_kv_heads: int, is_fused: bool) -> None:
-    """KV heads fewer than ranks are held by several: so are their products. A fused product's parts share A."""
+    """With fewer KV heads than ranks, several ranks hold the same head and its products. A fused product's parts share
+    A."""
     heads, dim, x = 8, 6, random(6, 10)
     features = {"q": heads * dim, "k": num_kv_heads * dim, "v": num_kv_heads * dim}
     halves = {

@@ -1,4 +1,4 @@
-"""Latent attention and its indexer: what is done in parts equals the whole, and a wrong checkpoint is refused."""
+"""Latent attention and its indexer: results of parts equal those of the whole, and a wrong checkpoint is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def checkpoint_of(variant: Variant, directory: Path, **overrides: Any) -> Path:
 
 
 def in_chunks(path: Path, tokens: list[int], chunk: int) -> torch.Tensor:
-    """Logits of a prompt prefilled in chunks, its last eight tokens decoded one by one. # [len(tokens), V]"""
+    """Logits of a prompt prefilled in chunks, whose last eight tokens are decoded one by one. # [len(tokens), V]"""
     model, row = PagedModel(path), Row(tokens)
     parts = []
     while row.computed < len(tokens) - 8:
@@ -126,7 +126,7 @@ def test_the_cache_holds_one_latent_and_one_rotated_key_a_token(tmp_path: Path) 
 
 
 def test_the_indexer_selects_the_best_scores_of_what_each_token_sees() -> None:
-    """Two decodes and two spans, with and without context; fewer tokens than the choice for some."""
+    """Two decodes and two spans, with and without context; some with fewer tokens than the selection."""
     generator = torch.Generator().manual_seed(0)
     heads, dim, top_k = 3, 4, 6
     lengths, counts = [30, 4, 25, 20], [1, 1, 7, 20]

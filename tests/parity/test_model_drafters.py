@@ -1,4 +1,4 @@
-"""Drafts that a model makes in the runner: answers are those without, and the drafter sees what it should."""
+"""Drafts of a model in the runner: answers equal those without drafts, and the drafter's inputs are correct."""
 
 import dataclasses
 from functools import partial
@@ -44,7 +44,7 @@ def by_model(path: Path, k: int = K) -> dict[str, Any]:
 
 
 class Steps:
-    """A scheduler and a runner, whose steps are read at once."""
+    """A scheduler and a runner, whose steps are read immediately."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self.scheduler = runner, Scheduler(runner.config)
@@ -52,7 +52,7 @@ class Steps:
         """Drafts of each row that a step verified."""
 
     def run(self, seqs: list[Sequence], most: int = 1000) -> list[list[int]]:
-        """The tokens of each sequence, after all steps or `most` of them."""
+        """The tokens of each sequence, after all steps or at most `most` of them."""
         self.scheduler.extend(seqs)
         for _ in range(most):
             if (scheduled := self.scheduler.schedule()) is None:
@@ -75,7 +75,7 @@ class Steps:
 
 @pytest.fixture(scope="module")
 def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another architecture with the same vocabulary and other weights: its drafts are right by chance alone."""
+    """Another architecture with the same vocabulary and other weights: its drafts are correct by chance only."""
     return make_checkpoint(tmp_path_factory.mktemp("smaller"), "llama", vocab_size=160, num_hidden_layers=1)
 
 
@@ -87,7 +87,7 @@ def test_drafts_of_a_model_change_no_answer(checkpoint: Path, smaller: Path, dra
 
 
 def endless(count: int = 4, tokens: int = 21) -> list[Sequence]:
-    """Greedy and seeded sequences that end by their length alone, so that all right drafts count."""
+    """Greedy and seeded sequences that end by their length alone, so that all correct drafts count."""
     made = []
     for i in range(count):
         how: dict[str, Any] = {"temperature": 0.0} if i % 2 == 0 else {"temperature": 1.0, "seed": i, "top_p": 0.9}
@@ -106,12 +106,13 @@ def endless(count: int = 4, tokens: int = 21) -> list[Sequence]:
     ids=["whole prompts", "chunks among decodes", "small steps"],
 )
 def test_a_model_that_drafts_for_itself_is_always_right(checkpoint: Path, fields: dict[str, Any]) -> None:
-    """Greedy rows, and seeded ones, which share their noise. Then every draft has seen the right keys and values."""
+    """With greedy rows, and seeded ones, which share their noise. Then every draft has read the right keys and
+    values."""
     expected = Steps(runner_for(checkpoint, **fields)).run(endless())
     steps = Steps(runner_for(checkpoint, **fields, **by_model(checkpoint)))
     assert steps.run(endless()) == expected
     assert steps.acceptance == 1.0
-    # Where a step has room for 4 rows and 4 drafts, each row has one.
+    # If a step has room for 4 rows and 4 drafts, each row has one.
     assert max(steps.drafted) == (1 if fields.get("max_num_batched_tokens") == 8 else K)
 
 
@@ -124,7 +125,7 @@ def by_rejection(path: Path) -> dict[str, Any]:
 def test_rejection_accepts_all_drafts_of_the_model_itself(checkpoint: Path) -> None:
     steps = Steps(runner_for(checkpoint, **by_rejection(checkpoint)))
     steps.run(endless(tokens=40))
-    # The distributions are equal, but for roundings of rows of other lengths.
+    # The distributions are equal, except for rounding in rows of other lengths.
     assert steps.acceptance > 0.98
     assert max(steps.drafted) == K
 
@@ -150,7 +151,7 @@ def test_rejection_accepts_more_than_coupled_samples_and_leaves_greedy_answers(
 
 
 def test_a_preempted_sequence_drafts_again(checkpoint: Path) -> None:
-    """Blocks for four sequences at once are missing: some start again, with the prefix cache's help."""
+    """There are too few blocks for four sequences: some are preempted, and use the prefix cache when they resume."""
     expected = Steps(runner_for(checkpoint)).run(endless(tokens=40))
     runner = runner_for(checkpoint, **by_model(checkpoint))
     runner.config = runner.config.model_copy(update={"num_kvcache_blocks": 11})
@@ -173,7 +174,7 @@ def test_cached_prefixes_have_the_drafters_keys_and_values_too(checkpoint: Path)
 
 
 def done(steps: Steps) -> list[Sequence]:
-    """The sequences of `endless` with what was generated for them."""
+    """The sequences of `endless` with their generated tokens."""
     seqs = endless()
     for seq, tokens in zip(seqs, Steps(steps.runner).run(endless()), strict=True):
         seq.token_ids += tokens
@@ -217,7 +218,7 @@ def test_the_compiled_operators_draft_in_one_call_a_pass(tmp_path: Path) -> None
 
 
 class Toy(DraftLM):
-    """A drafter of one cached layer that is never read; what it returns are logits by a rule."""
+    """A drafter with one cached layer that is never read; it returns logits by a rule."""
 
     hidden_size = 64
 
@@ -237,7 +238,7 @@ class Toy(DraftLM):
 
 
 class Outside(Toy):
-    """Drafts a token that the vocabulary does not have."""
+    """Drafts a token that is not in the vocabulary."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = torch.zeros(len(hidden), 200)
@@ -285,14 +286,14 @@ def test_a_broken_drafter_costs_no_answer(
 class Witness(Toy):
     """Checks that each entry's hidden state is the target's at its position: its argmax is the entry's token.
 
-    Of sequences that are the target's own continuation of one token, that holds at every position.
+    If sequences are the target's own continuation of one token, that is true at every position.
     """
 
     hidden_size = 64
 
     def __init__(self, target: CausalLM) -> None:
         super().__init__((-1,))
-        self._target = [target]  # Not a module of this one.
+        self._target = [target]  # Not registered as a submodule.
         self.num_checked = 0
         self.random = torch.Generator().manual_seed(0)
 
@@ -322,7 +323,7 @@ class WithPauses(Steps):
 
 
 class WithGaps(WithPauses):
-    """Has the drafter skip five steps in a row, now and then."""
+    """Lets the drafter skip five steps in a row, now and then."""
 
     num_steps = 0
 
@@ -367,7 +368,7 @@ def dataclasses_params(max_tokens: int) -> SamplingParams:
 
 
 def test_ranks_draft_together(checkpoint: Path, smaller: Path) -> None:
-    """Two ranks: the second one has no sampling parameters, and gets drafts and tokens from the first."""
+    """Two ranks: the second one has no sampling parameters, and receives drafts and tokens from the first."""
     expected = Steps(runner_for(checkpoint)).run(endless())
     for path, least in ((checkpoint, 1.0), (smaller, 0.0)):
         fields: dict[str, Any] = {"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 256, "max_num_seqs": 8}
@@ -412,7 +413,7 @@ class OverRanks(Steps):
 
 
 class StreamWitness(Toy):
-    """Reads the streams of all layers; it has to get what the layers received."""
+    """Reads the streams of all layers; it must receive the inputs of the layers."""
 
     def __init__(self, layers: tuple[int, ...], hidden_size: int) -> None:
         super().__init__(layers)
@@ -458,7 +459,7 @@ def test_streams_of_layers_are_those_that_they_receive(
 
 
 def test_a_warm_up_drafts_as_serving_does(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels are compiled, every number of rows drafts; sequences that are served afterwards see none of it."""
+    """If kernels are compiled, every number of rows drafts; later requests are not affected."""
     runner = runner_for(checkpoint, max_num_seqs=6, **by_rejection(checkpoint))
     assert runner.drafter is not None
     rows: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Llama and Qwen3 compute what transformers computes, whatever their shape and however a prompt is cut into steps."""
+"""Llama and Qwen3 compute the same as transformers, for all shapes and divisions of a prompt into steps."""
 
 import threading
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_rows_of_very_different_lengths_decode_together(checkpoint: Path) -> Non
 
 
 def test_bounded_scratch_memory_changes_no_result(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds so low that heads are gathered one by one and queries go in chunks of a few."""
+    """Limits so low that heads are gathered one by one and queries are processed in chunks of a few."""
     monkeypatch.setattr(cpu_plan, "MAX_GATHERED_VECTORS", 64)
     monkeypatch.setattr(cpu_plan, "MAX_MASK_ELEMENTS", 700)
     model = PagedModel(checkpoint)
@@ -121,7 +121,7 @@ def test_bounded_scratch_memory_changes_no_result(checkpoint: Path, monkeypatch:
 
 
 def test_a_row_of_not_a_number_spoils_no_other_row(checkpoint: Path) -> None:
-    """The bad row's blocks are handed on as they are."""
+    """The bad row's blocks are reused unchanged."""
     model = PagedModel(checkpoint)
     bad, good = Row(prompt(20)), Row(prompt(37, seed=1))
     model.step([(bad, 20)])

@@ -1,4 +1,4 @@
-"""The loader takes a checkpoint as transformers writes it, and says in a sentence what is wrong with any other."""
+"""The loader reads a checkpoint as transformers writes it, and reports in a sentence the fault of any other."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Every Hugging Face rope type: frequencies and attention factors of transformers, and the whole model behind them."""
+"""Every Hugging Face rope type: frequencies and attention factors of transformers, and the whole model's results."""
 
 import math
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_dynamic_frequencies_are_those_of_a_sequence_of_the_served_length(served
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_models_with_each_rope_type_compute_what_transformers_computes(tmp_path: Path, family: Any, name: str) -> None:
-    """Beyond the original context too. Only Phi-3 is computed again by transformers when `longrope` passes it."""
+    """Also beyond the original context. Only Phi-3 is computed again by transformers when `longrope` passes it."""
     path = make_checkpoint(
         tmp_path, family, max_position_embeddings=256, rope_parameters={"rope_theta": 10000.0, **ROPES[name]}
     )

@@ -24,7 +24,7 @@ from tests.parity.paged_model import CPU
 
 
 class PartialResults:
-    """Collectives that leave each rank's own part as it is, to be joined by the test."""
+    """Collectives that leave each rank's part unchanged, to be joined by the test."""
 
     are_captured = True
 
@@ -91,7 +91,7 @@ def test_row_shards_add_up_with_the_bias_once(size: int) -> None:
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 def test_query_heads_find_their_kv_head_on_their_own_rank(size: int, num_kv_heads: int) -> None:
-    """KV heads fewer than ranks are held by several ranks."""
+    """With fewer KV heads than ranks, several ranks hold the same head."""
     heads, dim, x = 8, 6, random(3, 10)
     q, k, v = random(heads * dim, 10), random(num_kv_heads * dim, 10), random(num_kv_heads * dim, 10) + 1
     group = heads // num_kv_heads

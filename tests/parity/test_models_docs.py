@@ -1,4 +1,4 @@
-"""docs/models.md lists what the proofs prove."""
+"""docs/models.md lists the tested models."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Experts compute what the formula says at any sharding, and load from any spelling."""
+"""Experts compute the formula's results at any sharding, and load from any spelling."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.parity.variants import all_variants
 
 HIDDEN, INNER, EXPERTS, TOP_K = 12, 8, 6, 3
 SUMMED = HIDDEN + INNER + TOP_K
-"""Products that are summed one after the other on the way to an output; few, so all of them count."""
+"""Number of products that are summed one after the other on the way to an output; few, so all of them count."""
 WEIGHTS = "model.safetensors"
 VARIANTS = {
     variant.architecture: variant
@@ -52,7 +52,7 @@ class Whole(nn.Module):
         return output
 
     def with_bound(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the formula gives, and how far rounding may move each token of it."""
+        """The formula's results, and bounds of each token's rounding errors."""
         return with_bound(self, lambda: self(*inputs), terms=SUMMED, draws=8)
 
     def fill(self, layer: FusedMoE, *, stacked: bool) -> None:

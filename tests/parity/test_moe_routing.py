@@ -1,4 +1,4 @@
-"""Routers choose the experts, and the weights, that transformers' routers choose."""
+"""Routers select the experts, and the weights, that transformers' routers select."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ HIDDEN, EXPERTS, TOP_K = 12, 6, 3
 
 
 def theirs(router: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """The router's weights, zero for experts that were not chosen. # [tokens, experts]"""
+    """The router's weights, zero for experts that were not selected. # [tokens, experts]"""
     with torch.inference_mode():
         logits, weights, ids = router(hidden)
     return torch.zeros(logits.shape).scatter_(-1, ids, weights)

@@ -1,4 +1,4 @@
-"""Packed weights on disk: a start from them has the very model, and whatever is wrong with a file costs only time."""
+"""Packed weights on disk: a start from them has the same model, and a file with a fault costs only time."""
 
 import errno
 import itertools
@@ -95,7 +95,7 @@ def test_the_second_start_maps_what_the_first_has_packed(form: str, tmp_path: Pa
     second, is_read = load(path, cache, rounding)
     assert not is_read
     assert same(first, second)
-    # What a process writes to its weights stays its own.
+    # Writes of a process to its weights are private.
     next(iter(second.values())).view(torch.uint8).fill_(7)
     third, is_read = load(path, cache, rounding)
     assert not is_read
@@ -210,7 +210,7 @@ def test_a_directory_that_others_could_fill_is_not_used(
 def test_a_volume_of_a_group_holds_a_directory_of_this_user_alone(tmp_path: Path, checkpoint: Path) -> None:
     volume = tmp_path / "volume"
     volume.mkdir()
-    volume.chmod(0o2770)  # As Kubernetes makes it for a pod with fsGroup.
+    volume.chmod(0o2770)  # As Kubernetes creates it for a pod with fsGroup.
     cache = PackCache(volume / "kaon" / "packs", GIB)
     assert load(checkpoint, cache)[1]
     assert not load(checkpoint, cache)[1]
@@ -270,7 +270,7 @@ def test_a_written_checkpoint_is_kept_like_any_other(checkpoint: Path, tmp_path:
 
 
 def test_processes_of_any_hash_seed_find_the_same_file(tmp_path: Path) -> None:
-    """Of a quantised checkpoint, whose weights that stay quantised are a set of names."""
+    """A quantised checkpoint, whose weights that stay quantised are a set of names."""
     checkpoint = make_checkpoint(tmp_path / "model", hidden_size=128, intermediate_size=256, dtype=torch.bfloat16)
     write_quantized(checkpoint, tmp_path / "out", "int8")
     script = (

@@ -28,7 +28,7 @@ def parts_of(rank: int, shape: tuple[int, ...], call: int) -> torch.Tensor:
 
 
 def of_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one after the other, each of which waits for the other ranks."""
+    """The interpreter runs programs in sequence, each of which waits for the other ranks."""
     monkeypatch.setattr(peer_sums, "PROGRAMS", 3)
     monkeypatch.setattr(peer_sums, "_PROGRAMS", tl.constexpr(3))
 
@@ -38,10 +38,10 @@ def norm_of(width: int) -> NormWeight:
 
 
 def run(ranks: int, compute: Callable[[PeerMemory, int], Any]) -> list[Any]:
-    """What each rank's process makes of the shared memory."""
+    """The result of each rank's process over the shared memory."""
     maps = [mmap.mmap(-1, flag_bytes(ranks) + 2 * BYTES) for _ in range(ranks)]
     parts = [torch.frombuffer(each, dtype=torch.uint8) for each in maps]
-    # Forked: the maps are at the same addresses, as the peers' memory need not be.
+    # Forked: the maps are at the same addresses, which is not required of the peers' memory.
     context = multiprocessing.get_context("fork")
 
     def child(rank: int, answers: Connection) -> None:
@@ -103,7 +103,7 @@ def test_a_sum_with_a_residual_and_a_norm_has_the_bits_of_one_after_the_other(mo
             assert memory.fits_norm(x, norm_of(shape[1]))
             normed, kept = memory.add_norm(x, residual, norm_of(shape[1]))
             found += [normed.flatten().float().tolist(), kept.flatten().float().tolist()]
-            # Calls of both kinds count together.
+            # Calls of both kinds share a counter.
             found.append(memory.all_reduce(x).flatten().float().tolist())
         return found
 
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_another_s() -> None:
 
 
 class Doubled:
-    """Memory of two ranks that hold the same; `wrong` is added to its sums, and to norms of them."""
+    """Memory of two ranks with equal values; `wrong` is added to its sums, and to norms of them."""
 
     limit = 7
 

@@ -1,4 +1,4 @@
-"""Phi-3's fused tensors on each tensor-parallel rank, and its configs as they are published."""
+"""Phi-3's fused tensors on each tensor-parallel rank, and its published configs."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_each_rank_takes_its_heads_of_queries_keys_and_values_from_the_one_tenso
         model = load_model(path, config, dtype=torch.float32, device=CPU, progress=False, parallel=parallel)
         assert isinstance(model, Phi3ForCausalLM)
         layer, rank = model.model.layers[0], parallel.rank
-        # Four ranks hold two key-value heads: neighbours hold the same one.
+        # Four ranks hold two key-value heads: adjacent ranks hold the same one.
         shared = min(size, 2)
         kv_rank = rank * shared // size
         mine = [q.chunk(size)[rank], k.chunk(shared)[kv_rank], v.chunk(shared)[kv_rank]]
@@ -36,7 +36,7 @@ def test_each_rank_takes_its_heads_of_queries_keys_and_values_from_the_one_tenso
 
 
 def test_a_config_as_published_is_read_like_transformers_reads_it(tmp_path: Path) -> None:
-    """Version 4 spelling: the rope's base and the share of a head that it turns stand next to its scaling."""
+    """Version 4 spelling: the rope's base and the rotated fraction of a head are next to its scaling."""
     path = make_checkpoint(tmp_path, VARIANTS[1].family, **VARIANTS[1].overrides)
     rope = VARIANTS[1].overrides["rope_parameters"]
     edit_json(

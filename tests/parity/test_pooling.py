@@ -1,4 +1,4 @@
-"""Embeddings, classes and scores are those of transformers, in float32 to 1e-5, whatever else a step computes.
+"""Embeddings, classes and scores equal transformers' in float32 to 1e-5, in any batch.
 
 The reference is transformers' own model, alone on each prompt, with sentence-transformers' modules written out.
 """
@@ -197,7 +197,7 @@ def test_vectors_are_cut_and_normalised_again(embedder: Path, expected: list[npt
 
 
 def test_a_body_that_was_saved_by_itself_has_no_prefix_and_needs_no_head(tmp_path: Path, embedder: Path) -> None:
-    # As Qwen3-Embedding is published: the names of its tensors begin with `layers`.
+    # In the layout of the published Qwen3-Embedding: the names of its tensors begin with `layers`.
     AutoModel.from_pretrained(embedder).save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False)
     (tmp_path / "tokenizer.json").write_bytes((embedder / "tokenizer.json").read_bytes())
@@ -252,7 +252,7 @@ def test_sentence_transformers_module_of_scores_is_the_same(tmp_path: Path) -> N
 @pytest.mark.parametrize("mode", ["cls_token", "mean_tokens"])
 def test_an_encoder_embeds_as_transformers_does(tmp_path: Path, family: str, mode: str) -> None:
     path = add_modules(encoder(tmp_path, family), mode)
-    # In steps of 64 tokens: prompts are never cut, and several share a step.
+    # In steps of 64 tokens: prompts are never split, and several share a step.
     ran = PoolingEngine(load_pooling(path, max_num_batched_tokens=64)).run(prompts())
     assert sorted(count for step in ran.steps for count in step) == sorted(LENGTHS)
     for vector, prompt in zip(ran.vectors, prompts(), strict=True):

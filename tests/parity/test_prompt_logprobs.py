@@ -1,4 +1,4 @@
-"""Prompt log probabilities of the model runner against transformers, however the prompt is cut up."""
+"""Prompt log probabilities of the model runner against transformers, for any division of the prompt."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[torch.Tensor]:
-    """transformers' log probabilities behind each place. # [len(prompt), V] each"""
+    """transformers' log probabilities after each position. # [len(prompt), V] each"""
     model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.inference_mode():
         return [model(torch.tensor([prompt])).logits[0].log_softmax(-1) for prompt in PROMPTS]
@@ -40,7 +40,7 @@ class Collected(list[RequestOutput]):
 
 
 def read(runner: ModelRunner, *, preempt_after: int | None = None, **fields: object) -> list[list[TokenLogprobs]]:
-    """The log probabilities reported of each of `PROMPTS`, with decodes of other sequences among them."""
+    """The reported log probabilities of each of `PROMPTS`, with decodes of other sequences in the same steps."""
     scheduler = Scheduler(runner.config.model_copy(update={"eos_token_id": None, **fields}))
     params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=4, logprobs=4)
     plain = SamplingParams(temperature=0.0, max_tokens=30)

@@ -1,4 +1,5 @@
-"""config.json as it is published, sizes aside: fields of several generations of transformers, and some of no use."""
+"""Published config.json files with smaller sizes: fields of several generations of transformers, some of them
+unused."""
 
 import json
 from pathlib import Path

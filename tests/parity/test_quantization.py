@@ -1,4 +1,4 @@
-"""Checkpoints of each quantised format compute what the dense weights that they mean compute."""
+"""Checkpoints of each quantised format compute the same as their dequantised weights."""
 
 import re
 from pathlib import Path
@@ -165,7 +165,7 @@ def test_gpt_oss_as_published_computes_what_its_dense_weights_compute(tmp_path: 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_deepseek_v4_as_published_computes_what_its_dense_weights_compute(tmp_path: Path, inside: bool) -> None:
-    """Routed experts in FP4, products of the attention in FP8; V4.1 names the first in the section."""
+    """Routed experts in FP4, products of the attention in FP8; V4.1 names the former in the section."""
     config = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
     pair = q.write_pair(
         tmp_path,

@@ -1,4 +1,4 @@
-"""What is wrong with a quantised checkpoint is reported in a sentence that names it."""
+"""Faults of a quantised checkpoint are reported in a sentence that names them."""
 
 from collections.abc import Callable
 from pathlib import Path

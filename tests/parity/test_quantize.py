@@ -1,4 +1,4 @@
-"""`kaon quantize`: a written checkpoint serves what rounding the dense one at load does, and is whole or absent."""
+"""`kaon quantize`: a written checkpoint serves the same model as rounding at load, and is complete or absent."""
 
 import errno
 import json
@@ -113,7 +113,7 @@ def test_the_written_tensors_mean_the_rounded_weight(rounding: Rounding, tmp_pat
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_codes_fill_any_rows_of_a_weight(bits: Any) -> None:
-    """Rows that begin and end within a panel keep their neighbours."""
+    """Rows that begin and end within a panel do not change other rows."""
     whole = QuantizedWeight(100, 256, bits)
     whole.put(0, torch.randn(100, 256).bfloat16())
     values, scales = whole.codes()
@@ -130,7 +130,7 @@ def test_codes_fill_any_rows_of_a_weight(bits: Any) -> None:
 
 
 def test_mxfp4_rounds_to_the_nearest_of_its_numbers() -> None:
-    """Of each group, no scale and no codes are nearer than those of the better of its two scales."""
+    """For each group, the better of its two scales gives the least error of all scales and codes."""
     dense = torch.randn(64, 64).mul(torch.logspace(-6, 6, 64)[:, None]).bfloat16().float()
     dense[0], dense[1, :32] = 0, torch.inf
     codes, exponents = mxfp4_of(dense)

@@ -1,4 +1,4 @@
-"""Decodes of every architecture as a GPU replays them: operators and launches, with what the capture gave them."""
+"""Decodes of every architecture, replayed as on a GPU: operators and launches, with the values of the capture."""
 
 import logging
 from collections.abc import Callable
@@ -139,7 +139,7 @@ def _captures(triton_kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def _kernels_compute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they would have written is zeros."""
+    """Their outputs are zeros."""
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *arguments, **options: None)
     allocate_zeros(monkeypatch)
 
@@ -160,7 +160,7 @@ def captured(path: Path, **fields: Any) -> tuple[ModelRunner, RecordingDevice]:
     runner = rebuilt(runner, device, NUM_BLOCKS)
     assert runner.graphs is not None
     runner.graphs.capture_next()
-    device.num_replayed = 0  # What tried the graph does not count.
+    device.num_replayed = 0  # The pass that tested the graph does not count.
     return runner, device
 
 
@@ -171,7 +171,7 @@ def assert_captures(caplog: pytest.LogCaptureFixture, path: Path, **fields: Any)
 
 
 def sequences() -> list[Sequence]:
-    """That end one after the other."""
+    """Sequences that end in turn."""
     made = []
     for i in range(3):
         params = SamplingParams(temperature=0.0, max_tokens=i + 1, ignore_eos=True, logprobs=1)
@@ -234,7 +234,7 @@ def test_replays_are_eager_steps(variant: Variant | None, tmp_path: Path) -> Non
 
 
 PIECES = 12
-"""Tokens of a captured step with prompts."""
+"""Number of tokens of a captured step with prompts."""
 QUICK = ("qwen3", "Lfm2ForCausalLM")
 """Attention, and a short convolution next to it."""
 
@@ -274,7 +274,7 @@ def test_prompts_without_adapters_are_replayed_where_others_have_them(tmp_path: 
     ],
 )
 def test_prompts_replayed_in_pieces_are_eager_steps(variant: Variant | None, tmp_path: Path) -> None:
-    """Two sequences at first, another one while they decode, whose prompt is longer than what is captured."""
+    """Two sequences at first, and another one while they decode, whose prompt is longer than the captured ones."""
     path = checkpoint_of(variant, tmp_path)
     expected = answers(waiting(runner_of(path, {"enforce_eager": True}), sequences()))
     runner, device = captured_in_pieces(path)
@@ -293,7 +293,8 @@ def test_prompts_replayed_in_pieces_are_eager_steps(variant: Variant | None, tmp
     assert answers(waiting(runner, sequences())) == expected
     ((num_tokens, num_graphs),) = replayed
     assert num_tokens == sum(len(seq.token_ids) for seq in sequences())
-    # One around each attention or recurrent part, which some layers do not have; an indexer's is the attention's.
+    # One around each attention or recurrent part, which some layers do not have; an indexer's is part of the
+    # attention's.
     assert num_graphs > len({tuple(spec.name.split(".")[:4]) for spec in runner.model.kv_cache_layers()})
 
 

@@ -1,4 +1,4 @@
-"""What ranks of several hosts leave where others could read or reach it: their store and their ports."""
+"""Data and ports of ranks on several hosts that other users could read or reach: their store and their sockets."""
 
 import json
 import os
@@ -44,7 +44,7 @@ os._exit(0)
 
 
 def ranks(address: str, interface: str = "") -> list[dict[str, Any]]:
-    """What two ranks say that have met at `address` and added up."""
+    """The output of two ranks that have met at `address` and computed a sum."""
     environment = {**os.environ, CLUSTER_KEY_ENV: SECRET, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("GLOO_SOCKET_IFNAME", None)
     started = [

@@ -1,4 +1,4 @@
-"""Which device a rank of a replica computes on."""
+"""The device on which a rank of a replica computes."""
 
 import pytest
 import torch

@@ -45,7 +45,7 @@ def dynamic(directory: Path) -> Path:
 
 
 def expected_tokens(path: Path, tokens: list[int]) -> list[int]:
-    """Of a model without history: transformers keeps the frequencies of the longest sequence of the past."""
+    """A new model: transformers keeps the frequencies of the longest sequence so far."""
     ids = torch.tensor([tokens])
     found = Reference(path).model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
@@ -102,7 +102,7 @@ def test_requests_of_all_lengths_share_steps(
 
 
 def dynamic_for_operators(directory: Path) -> Path:
-    """Of sizes that the CPU's operators compute."""
+    """With sizes that the CPU's operators support."""
     return make_checkpoint(
         directory,
         hidden_size=128,
@@ -122,7 +122,7 @@ def dynamic_for_operators(directory: Path) -> Path:
 def test_a_drafter_takes_the_length_of_each_request(
     tmp_path: Path, checkpoint: Callable[[Path], Path], dtype: torch.dtype
 ) -> None:
-    """A model that drafts for itself is always right where it computes with the target's frequencies."""
+    """A model that drafts for itself is always right if it uses the target's frequencies."""
     path = checkpoint(tmp_path)
     drafts = {"num_speculative_tokens": 3, "speculative_method": "draft", "speculative_model": str(path)}
     prompts = [prompt(9, seed=2), prompt(ORIGINAL - 8, seed=4), prompt(70, seed=3)]

@@ -1,4 +1,4 @@
-"""The sampler against a reference that treats one row at a time, in float64, in the plainest way."""
+"""The sampler against a reference that treats one row at a time, in float64, in the simplest way."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ SERVER_SEED = 7
 
 @pytest.fixture(scope="module", autouse=True, params=["torch", "operators"])
 def chooser(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What draws: torch, or the CPU's operators where they were built."""
+    """The sampling code: torch, and the CPU's operators if they are built."""
     if request.param == "operators" and runtime.start(2) is None:
         pytest.skip("the operators were not built: install again where there is a C compiler")
     yield
@@ -47,7 +47,7 @@ def sequence(params: SamplingParams, prompt: list[int], output: list[int] = (), 
 
 
 def sample(seqs: list[Sequence], logits: np.ndarray) -> SampledTokens:
-    """Sample the next token of each sequence, each in a slot of its own, from a row of `logits` each."""
+    """Sample the next token of each sequence, each in a slot of its own, from one row of `logits` each."""
     columns = SamplingColumns(max_num_seqs=len(seqs) + 3, vocab_size=logits.shape[1], seed=SERVER_SEED)
     slots = np.arange(len(seqs))[::-1] + 3
     tokens = np.zeros((len(seqs) + 3, max(len(seq.token_ids) for seq in seqs)), dtype=np.int32)
@@ -98,7 +98,7 @@ def distribution(params: SamplingParams, logits: np.ndarray) -> np.ndarray:
 
 
 def best(probabilities: np.ndarray, key: int, position: int) -> tuple[int, float]:
-    """The token with the largest score, and how much less the next one's is."""
+    """The token with the largest score, and the distance to the next one's score."""
     kept = np.flatnonzero(probabilities)
     of_row = row_key(key, position)
     scores = sorted((math.log(probabilities[token]) + noise(of_row, int(token)), int(token)) for token in kept)
@@ -106,7 +106,7 @@ def best(probabilities: np.ndarray, key: int, position: int) -> tuple[int, float
 
 
 def nearest_cut(params: SamplingParams, logits: np.ndarray) -> float:
-    """How far the filters' bounds are from any token's, in shares of the distribution."""
+    """The smallest distance of the filters' bounds to any token's, as probabilities."""
     weights = np.exp((logits - logits.max()) / params.temperature)
     ordered = np.sort(weights)[::-1]
     if params.top_k > 0:
@@ -158,7 +158,7 @@ def test_every_row_gets_the_token_that_the_reference_gives_it(rows, vocab_size: 
             continue
         key = server_key(SERVER_SEED, seq.id) if params.seed is None else request_key(params.seed)
         expected, distance = best(distribution(params, row), key, len(seq.token_ids))
-        # float32 rounds the penalised logits, so that scores and cuts that are as near may be taken the other way.
+        # float32 rounds the penalised logits, so that scores and bounds at this distance may be decided either way.
         is_near = min(distance, nearest_cut(params, row)) < 1e-4
         assert token == expected or is_near or params.temperature == 1e-5
 
@@ -295,7 +295,7 @@ def test_the_only_token_with_a_finite_logit_is_taken(filters: dict):
 
 
 class ParamsWithMaxGap(SamplingParams, frozen=True):
-    """With a filter of this test's: tokens whose scaled logit is further from the peak are excluded; 0 is off."""
+    """With a filter of this test: tokens whose scaled logit is further from the peak are excluded; 0 is off."""
 
     max_gap: float = 0.0
 

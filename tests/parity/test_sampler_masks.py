@@ -15,7 +15,7 @@ EOS = 7
 
 
 class Fixed:
-    """Stands in for a matcher that allows the same tokens everywhere."""
+    """A replacement of a matcher that allows the same tokens everywhere."""
 
     num_words = -(-VOCAB_SIZE // 32)
     eos_token_ids = (EOS,)
@@ -193,7 +193,7 @@ def test_reasoning_is_closed_after_its_budget_and_nowhere_else(logits: np.ndarra
         assert closing_tokens(budget, [9] * length, logits, **params) != CLOSE
     for output in ([9] * 3, [9] * 8):
         assert closing_tokens(budget, output, logits, **params) == CLOSE
-    # Closed by the model before, or by the budget just now.
+    # Closed by the model earlier, or by the budget just now.
     for output in ([9, CLOSE, 9, 9], [9, 9, 9, CLOSE], [9, 9, 9, CLOSE, 9]):
         assert closing_tokens(budget, output, logits, temperature=0.0) == logits[1].argmax()
 
@@ -213,12 +213,12 @@ def test_a_closing_of_several_tokens_is_sampled_one_after_the_other(logits: np.n
         said.append(closing_tokens(budget, said, logits))
     assert said[1:] == [CLOSE, HEAD, max(FINAL, COMMENT, key=lambda token: logits[1, token])]
     assert closing_tokens(budget, said, logits) == logits[1].argmax()
-    # What the model closes by itself before the budget is spent goes on as it likes.
+    # Reasoning that the model closes before the budget is spent is not changed.
     assert closing_tokens(ReasoningBudget(5, budget.closing), [9, CLOSE], logits) == logits[1].argmax()
 
 
 def test_the_closing_waits_where_the_grammar_does_not_allow_it(logits: np.ndarray) -> None:
-    """Inside a character, for one."""
+    """For example inside a character."""
     for tokens, expected in (((80, 81), max((80, 81), key=lambda token: logits[1, token])), ((80, CLOSE), CLOSE)):
         seq = sequence(Fixed(*tokens), output=[9], reasoning_budget=ReasoningBudget(1, [[CLOSE]]))
         sampled = sample([sequence(), seq, sequence(), sequence()], logits)

@@ -1,4 +1,4 @@
-"""In float32, where rows of other lengths are rounded differently, seeded answers do not depend on their company."""
+"""In float32, where rows of other lengths are rounded differently, seeded answers do not depend on the batch."""
 
 from pathlib import Path
 from typing import Any

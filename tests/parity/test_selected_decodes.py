@@ -1,4 +1,4 @@
-"""Steps of decodes as a GPU computes attention to selected keys: what a row at a time gives, from shapes alone."""
+"""Steps of decodes with attention to selected keys, as computed on a GPU: equal to row by row, with shapes alone."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is served is compared with torch now and then: each spoiled operator and rank is found, and no other."""
+"""Served results are compared with torch at intervals: each wrong operator and rank is found, and no other."""
 
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,14 @@ NUM_BLOCKS = 64
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Attention, experts and projections, of sizes that the CPU's operators take."""
+    """Attention, experts and projections, of sizes that the CPU's operators support."""
     variant = next(one for one in all_variants() if one.architecture == "Qwen3MoeForCausalLM")
     sizes = {"head_dim": 32, "moe_intermediate_size": 32}
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), variant.family, **variant.overrides | sizes)
 
 
 def watched(path: Path, **fields: Any) -> ModelRunner:
-    """A runner that compares each decode step, however long that takes, once an earlier comparison has ended."""
+    """A runner that compares each decode step, at any cost, once an earlier comparison has ended."""
     runner = runner_for(path, BF16, sentinel_interval=1, num_kvcache_blocks=NUM_BLOCKS, **fields)
     unhurried(runner)
     return runner
@@ -62,7 +62,7 @@ def unhurried(runner: ModelRunner) -> None:
 
 
 def decode(runner: ModelRunner, steps: int, seed: int = 0) -> list[list[int]]:
-    """So many steps of two sequences, and what the sentinel finds of them afterwards, while idle."""
+    """Run `steps` steps of two sequences. Returns the sentinel's findings, completed while idle."""
     params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
     prompts = [prompt(5 + seed % 7, seed=2 * seed), prompt(6 + seed % 5, seed=2 * seed + 1)]
     tokens = generate(runner, Scheduler(runner.config), prompts, params)
@@ -182,7 +182,7 @@ def test_the_rows_of_a_graph_s_replay_are_compared(
 def test_each_spoiled_rank_is_found(
     spoiled: int | None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All ranks know it after the comparison, whichever of them has the wrong sum."""
+    """All ranks know it after the comparison, for any rank with a wrong sum."""
     reported: list[tuple[int, str]] = []
     report, reduce = Sentinel._report, ThreadCollectives.all_reduce
     is_serving = False

@@ -1,4 +1,4 @@
-"""Blocks that a windowed model's sequences gave back are never read again, whether poisoned or used by others."""
+"""Blocks that a windowed model's sequences have freed are never read again, whether poisoned or reused."""
 
 import time
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_only_a_model_whose_every_paged_layer_is_windowed_has_a_window(checkpoin
 
 
 def test_released_entries_are_marked_in_the_table(checkpoint: Path) -> None:
-    """A reader of one would fall out of the cache, not read another sequence's block."""
+    """A reader of one would access memory outside the cache instead of another sequence's block."""
     runner: ModelRunner = runner_for(checkpoint, max_num_batched_tokens=32, scheduling_policy="mixed")
     scheduler = Scheduler(runner.config, window=runner.window)
     seq = Sequence(prompt(150), BLOCK_SIZE, SamplingParams(temperature=0.0, max_tokens=2))
@@ -112,6 +112,6 @@ def test_released_entries_are_marked_in_the_table(checkpoint: Path) -> None:
         scheduled = scheduler.schedule()
         assert scheduled is not None
         scheduler.postprocess([seq], runner.forward(scheduled[0]))
-    # The last chunk begins at 128, and sees from 105 on: block 6.
+    # The last chunk begins at 128, and attends from position 105 on: block 6.
     assert seq.block_table[:6] == [RELEASED] * 6
     assert RELEASED not in seq.block_table[6:]

@@ -1,4 +1,4 @@
-"""Models whose steps verify drafts: what they answer is what they answer without."""
+"""Models whose steps verify drafts answer the same as without drafts."""
 
 import random
 from collections.abc import Callable
@@ -59,7 +59,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def sequences(vocab_size: int = 160) -> list[Sequence]:
-    """One of each kind, of other lengths, which end one after the other; short ones too."""
+    """One of each kind, with various lengths, which end in turn; some are short."""
     made = []
     for i, kind in enumerate(KINDS):
         params = SamplingParams(**{"ignore_eos": "min_tokens" not in kind, **kind})
@@ -71,7 +71,7 @@ Reported = dict[int, tuple[Any, ...]]
 
 
 class Oracle:
-    """Drafts what is known to come, with some mistakes; counts how many places were verified."""
+    """Drafts the known answer, with some mistakes; counts the verified positions."""
 
     def __init__(self, expected: Reported) -> None:
         self._expected = {seq_id: reported[0] for seq_id, reported in expected.items()}
@@ -94,7 +94,7 @@ Install = Callable[[Reported], Oracle]
 
 @pytest.fixture
 def oracle(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Has all sequences drafted by one who knows the answers; that one."""
+    """Let a drafter that knows the answers draft for all sequences. Returns it."""
 
     def install(expected: Reported) -> Oracle:
         made = Oracle(expected)
@@ -158,7 +158,7 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_drafts_beside_chunks_of_prompts_and_in_few_blocks(
     checkpoint: Path, recurrent: Path, policy: str, keeps_states: bool, oracle: Install
 ) -> None:
-    """Rows are preempted, and go on with drafts."""
+    """Rows are preempted, and continue with drafts."""
     checkpoint = recurrent if keeps_states else checkpoint
     expected = answers(waiting(runner_for(checkpoint), sequences()))
     oracle(expected)
@@ -171,7 +171,7 @@ def test_drafts_beside_chunks_of_prompts_and_in_few_blocks(
 
 @pytest.mark.skipif(load_library() is None, reason="only the compiled operators give a token the same result alone")
 def test_the_compiled_operators_choose_the_state_after_the_accepted_drafts(tmp_path: Path, oracle: Install) -> None:
-    """Whatever is accepted, among chunks of prompts, no bit of a log probability changes."""
+    """For any acceptance, in batches with chunks of prompts, no bit of a log probability changes."""
     path = make_checkpoint(tmp_path, RECURRENT.family, **_SIZES_OF_OPERATORS, dtype=torch.bfloat16)
     fields: dict[str, Any] = {"scheduling_policy": "mixed", "max_num_batched_tokens": 20}
     plain = waiting(runner_for(path, torch.bfloat16, **fields), sequences())
@@ -206,7 +206,7 @@ def test_rows_that_verify_drafts_are_replayed(
     monkeypatch: pytest.MonkeyPatch,
     oracle: Install,
 ) -> None:
-    """Rows of fewer drafts are filled up with tokens that were computed before, which leave states as they are."""
+    """Rows with fewer drafts are padded with tokens that were computed before, which leave states unchanged."""
     checkpoint = recurrent if keeps_states else checkpoint
     expected = answers(waiting(runner_for(checkpoint), sequences()))
     oracle(expected)
@@ -234,7 +234,7 @@ def test_rows_that_verify_drafts_are_replayed(
     monkeypatch.setattr(runner.model, "forward", counted)
     reported = waiting(runner, sequences()) if steps is None else steps.run(sequences())
     assert answers(reported) == expected
-    # Graphs of this device are the pass itself: what is not a replay are prompts, and drafts of the shortest one.
+    # Graphs of this device are the pass itself: passes that are no replay are prompts, and drafts of the shortest one.
     assert device.num_replayed > eager - device.num_replayed
     assert told_lengths(runner) == [(length, [2, 8]) for length in (1, 4, 3, 2)]
 
@@ -242,7 +242,7 @@ def test_rows_that_verify_drafts_are_replayed(
 def test_prompts_are_read_beside_rows_that_verify_drafts(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, oracle: Install
 ) -> None:
-    """Where rows are filled up, all tokens behind them are elsewhere than was scheduled."""
+    """If rows are padded, the indices of all later tokens differ from the schedule."""
 
     def asked() -> list[Sequence]:
         params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, prompt_logprobs=1)
@@ -271,7 +271,7 @@ def test_a_device_of_wrong_graphs_is_asked_for_none_of_drafts(
 
 
 def told_lengths(runner: ModelRunner) -> list[tuple[int, list[int]]]:
-    """Tokens of a row of each of a runner's graphs, and the batch sizes that they were captured for."""
+    """Tokens of a row of each of a runner's graphs, and the batch sizes for which they were captured."""
     assert runner.graphs is not None
     return [(length, graphs.captured_sizes) for length, graphs in runner.graphs._runners.items()]
 
@@ -292,7 +292,7 @@ def test_tritons_kernels_verify_drafts(
     triton_kernels: torch.device,
     oracle: Install,
 ) -> None:
-    """Rows of as many drafts by the kernel of decodes, others as spans."""
+    """Rows with equal numbers of drafts by the kernel of decodes, others as spans."""
     monkeypatch.setattr(loaded_model, "select_backend", TritonAttentionBackend)
     family, overrides = ("qwen3", {}) if variant is None else (variant.family, variant.overrides)
     path = make_checkpoint(tmp_path, family, **{**overrides, "vocab_size": 160})
@@ -307,7 +307,7 @@ def test_tritons_kernels_verify_drafts(
 
 
 def test_a_warm_up_verifies_drafts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each number of rows, up to the most that a step may have; and memory is measured with them."""
+    """For each number of rows up to the most in a step; and memory is measured with them."""
     runner = runner_for(checkpoint, max_num_seqs=6, **SPECULATIVE)
     seen: list[tuple[int, int]] = []
     step_inputs = InputBatch.step_inputs

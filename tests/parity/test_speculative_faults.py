@@ -1,4 +1,4 @@
-"""What drafts must not do: keep a step out of graphs, lose tokens before a refusal, or make prompts wait."""
+"""Drafts must not keep a step from being replayed, lose tokens before a refusal, or make prompts wait."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ __all__ = ["checkpoint"]
 def test_rows_that_a_graph_takes_without_drafts_are_replayed_with_them_too(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20 rows: 64 choices have no room for 3 drafts of each, and graphs of drafts end at 64 // 4 = 16 rows."""
+    """20 rows: 64 sampled tokens have no room for 3 drafts of each, and graphs of drafts end at 64 // 4 = 16 rows."""
     monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturingBackend())
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1 << 30)
     fields: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}}
@@ -89,7 +89,7 @@ def test_a_step_of_drafts_without_memory_costs_drafts_and_no_prompts() -> None:
 def test_a_rejected_draft_with_non_finite_values_affects_no_other_row(
     dtype: str, operators: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its place comes behind those that count: masked values are multiplied by 0, and 0 times NaN is NaN."""
+    """Its position is after those that count: masked values are multiplied by 0, and 0 times NaN is NaN."""
     path, broken = make_checkpoint(tmp_path, "qwen3", vocab_size=300, tie_word_embeddings=False), 299
     file = path / "model.safetensors"
     weights = load_file(file)

@@ -86,7 +86,7 @@ def test_drafts_change_no_answer_that_follows_a_grammar(checkpoint: Path, matche
 
 
 def masks_after(matcher: Matcher, tokens: list[int], most: int) -> list[set[int]]:
-    """What may follow the first 0 to `most` of the tokens, by the masks of one step's rows."""
+    """The allowed tokens after the first 0 to `most` of the tokens, by the masks of one step's rows."""
     seq = Sequence([5, 6], 16, SamplingParams())
     seq.end_tokens, seq.matcher = frozenset({EOS}), matcher
     columns = SamplingColumns(max_num_seqs=2, vocab_size=VOCAB_SIZE, seed=0)
@@ -105,12 +105,12 @@ def test_each_position_has_the_mask_after_its_drafts(matchers: Matchers) -> None
     matcher = matcher_of(matchers, "ab[cd]e?")
     a, b, c, d, e = b"abcde"
     assert masks_after(matcher, [a, b, d], 3) == [{a}, {b}, {c, d}, {e, EOS}]
-    # The sequence's own matcher has not moved.
+    # The sequence's own matcher has not changed.
     assert masks_after(matcher, [a], 0) == [{a}]
 
 
 def test_after_a_draft_that_the_grammar_refuses_nothing_is_masked(matchers: Matchers) -> None:
-    """Its own position's mask refuses it, so that no later one counts."""
+    """Its own position's mask excludes it, so that no later one counts."""
     matcher = matcher_of(matchers, "ab[cd]e?")
     a, b, x = b"abx"
     everything = set(range(VOCAB_SIZE))

@@ -1,4 +1,4 @@
-"""What an engine core refuses while it starts, in the words that its user reads."""
+"""Configurations that an engine core refuses while it starts, with their error messages."""
 
 import time
 from typing import Any

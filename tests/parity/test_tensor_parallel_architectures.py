@@ -1,4 +1,4 @@
-"""Every architecture over several ranks gives the tokens that transformers does: as threads, and as real processes."""
+"""Every architecture over several ranks gives the tokens of transformers: as threads, and as real processes."""
 
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,10 @@ PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6)]
 SUMS_OF_A_LAYER = {
     # Norms of queries and keys are over the heads of all ranks.
     **dict.fromkeys(("MiniMaxM2ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM"), 4),
-    # Attention and feed-forward are added up before they are summed.
+    # Attention and feed-forward are added before they are summed over the ranks.
     **dict.fromkeys(("CohereForCausalLM", "Cohere2ForCausalLM"), 1),
 }
-"""Where they are not two: one of attention, and one of the feed-forward layer, shared experts included."""
+"""Sums per layer if they are not two: one of attention, and one of the feed-forward layer with shared experts."""
 
 
 def num_sums(variant: Variant, num_layers: int) -> int:
@@ -40,7 +40,7 @@ def num_sums(variant: Variant, num_layers: int) -> int:
 
 
 KIND = "DeepseekV3ForCausalLM"
-"""Of real processes in the short form: with latents, experts and dense layers."""
+"""For real processes in the short form: with latents, experts and dense layers."""
 
 
 _MIXED = (*mamba2.VARIANTS, *lfm2.VARIANTS, *recurrent.VARIANTS, *zamba2.VARIANTS, *gemma3n.VARIANTS)
@@ -49,7 +49,7 @@ HYBRIDS = frozenset(each.architecture for each in _MIXED)
 
 
 def divides(size: int, variant: Variant) -> bool:
-    """Whether so many ranks can share the heads out, those of recurrent layers too."""
+    """Whether `size` ranks can divide the heads, including those of recurrent layers."""
     fields = {"num_attention_heads": 4, **variant.family.defaults, **variant.overrides}
     heads = ("num_attention_heads", "linear_num_key_heads", "mamba_n_heads", "mamba_num_heads", "num_heads")
     heads = (*heads, "linear_num_heads", "linear_num_value_heads", "n_mamba_heads", "o_groups")
@@ -64,7 +64,7 @@ def divides(size: int, variant: Variant) -> bool:
 
 
 def first_of_each() -> list[Variant]:
-    """One variant an architecture: the first."""
+    """One variant of each architecture: the first."""
     firsts = {variant.architecture: variant for variant in reversed(VARIANTS)}
     return [variant for name, variant in list(firsts.items())[::-1] if name not in DERIVED]
 
@@ -123,7 +123,7 @@ def test_sums_before_norms_are_one_kernel_where_there_is_one(tmp_path: Path) -> 
     )
     found, *_ = at_once([partial(model.likeliest, PROMPTS, expected) for model in models])
     assert found == expected
-    # Two a layer, and of each pass one more sum, the embedding's.
+    # Two per layer, and one more sum per pass, the embedding's.
     num_layers = models[0].config.num_hidden_layers
     assert fusing[0].num_norms == 2 * num_layers * (fusing[0].num_sums - fusing[0].num_norms)
 

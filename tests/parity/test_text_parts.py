@@ -1,4 +1,4 @@
-"""Checkpoints of text and images, or under other names: they compute what the same text model computes."""
+"""Checkpoints of text and images, or under other names, compute the same as their text model."""
 
 import json
 from pathlib import Path
@@ -133,7 +133,7 @@ def test_every_text_part_has_a_model_here() -> None:
 
 
 def test_minimax_runs_under_the_names_that_it_was_published_with(tmp_path: Path) -> None:
-    """MiniMax-Text-01 and M1 name their classes, kinds of layers and factors otherwise than transformers."""
+    """MiniMax-Text-01 and M1 have other names for classes, kinds of layers and factors than transformers."""
     variant = next(each for each in recurrent.VARIANTS if each.architecture == "MiniMaxForCausalLM")
     path = make_checkpoint(tmp_path, variant.family, **{**variant.overrides, "mlp_alpha_factor": 2.5})
     reference, tokens = Reference(path), prompt(40)

@@ -72,7 +72,7 @@ SHORT_FOREIGN = {
     "Qwen2Moe",
     "Starcoder2",
 }
-"""Those of which each does something that the others do not: positions, masks, windows, caps, experts, layouts."""
+"""Models that each have a feature which others lack: positions, masks, windows, caps, experts, layouts."""
 
 
 def representatives() -> list[object]:
@@ -138,7 +138,7 @@ def test_indexed_attention_keeps_a_latent_and_an_index_key_a_token(tmp_path: Pat
     model = PagedModel(GLM_MOE_DSA.checkpoint(tmp_path), model_impl="transformers").model
     assert isinstance(model, TransformersModel)
     latents = [VectorCacheSpec(f"attention.{layer}", 40) for layer in range(3)]
-    # The second layer attends to what the first has chosen.
+    # The second layer attends to the first one's selection.
     assert model.kv_cache_layers() == [*latents, VectorCacheSpec("indexer.0", 24), VectorCacheSpec("indexer.2", 24)]
 
 
@@ -271,7 +271,7 @@ def test_bfloat16_errs_no_more_than_transformers_own(tmp_path: Path) -> None:
 
 
 def prove(path: Path, reference: Reference | PagedModel) -> None:
-    """Log probabilities, and greedy tokens alone and in the company of chunks, decodes, prefix hits and preemption."""
+    """Log probabilities, and greedy tokens alone and in batches with chunks, decodes, prefix hits and preemption."""
     model = PagedModel(path, model_impl="transformers")
     assert isinstance(model.model, TransformersModel)
     for length in (1, 37, 90):

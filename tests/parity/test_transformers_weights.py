@@ -1,4 +1,4 @@
-"""Quantised checkpoints on the general route compute what the dense weights that they mean compute."""
+"""Quantised checkpoints on the general route compute the same as their dequantised weights."""
 
 from pathlib import Path
 from typing import Any

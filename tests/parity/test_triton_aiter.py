@@ -43,12 +43,12 @@ DENSE = frozenset({"attention", "norm", "activation", "moe", "linear", "gemm"})
 
 @dataclass
 class Calls:
-    """What was called in the library, in order."""
+    """The called functions of the library, in order."""
 
     names: list[str] = field(default_factory=list)
 
     def start(self, operators: frozenset[str], *, decodes_apart: bool = False) -> None:
-        """Start the library, and listen."""
+        """Start the library, and record its calls."""
         aiter.start(operators, decodes_apart=decodes_apart)
         for name in list(bindings._bound):
             bindings._bound[name] = self._heard(name, bindings._bound[name])
@@ -64,7 +64,8 @@ class Calls:
 
 @pytest.fixture
 def calls(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
-    """The library is there and sound. Weights lie as on a GPU; torch stores, since Triton's kernel takes long here."""
+    """The library is available and correct. Weights are laid out as on a GPU; torch stores, since Triton's kernel is
+    slow here."""
     monkeypatch.setattr("models.loading.loader.can_pack", lambda _dtype: False)
     monkeypatch.setattr("models.attention.triton.store", reference.store)
     yield Calls()
@@ -115,7 +116,7 @@ def products_by_kernels() -> None:
 
 
 def paged(path: Path, backend: AttentionBackend | None = None) -> PagedModel:
-    """Zeros in the cache, as the engine allocates it: the library reads what is behind a row's last token."""
+    """Zeros in the cache, as the engine allocates it: the library reads values after a row's last token."""
     model = PagedModel(path, dtype=torch.bfloat16, backend=backend or AiterAttentionBackend(CPU))
     for layer in model.cache.values():
         assert isinstance(layer, KVCacheTensor)
@@ -125,7 +126,7 @@ def paged(path: Path, backend: AttentionBackend | None = None) -> PagedModel:
 
 
 def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor], error: float = 0.03) -> None:
-    """As far apart as sums of bfloat16 in two orders are."""
+    """As much difference as sums of bfloat16 in two orders have."""
     one, other = torch.cat(found).float(), torch.cat(expected).float()
     assert (one - other).norm() <= error * other.norm()
 
@@ -189,7 +190,7 @@ def attend_by_torch(
     options: AttentionOptions,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Of all rows of a step, or of its decodes."""
+    """For all rows of a step, or for its decodes."""
     rows = int((plan.query_starts <= len(q)).sum()) - 1
     starts, lengths, tables = plan.query_starts[: rows + 1], plan.seq_lens[:rows], plan.block_tables[:rows]
     out.copy_(reference.attend(q, cache, starts, lengths, tables, options, sinks))
@@ -246,7 +247,7 @@ def test_products_of_fp8_in_blocks_are_the_librarys(tmp_path: Path, calls: Calls
     model = paged(path)
     assert any(stored_of(weight) is not None for weight in model.model.parameters())
     found = run_briefly(model)
-    # Two layers of o, gate and up, down. A block of qkv's has keys and values, of two scales.
+    # Two layers of o, gate and up, down. A block of qkv has keys and values with two scales.
     assert calls.names.count("gemm_a8w8_blockscale") == 2 * 3
     assert_near(found, by_torch(path, run_briefly), 0.1)
 

@@ -1,4 +1,4 @@
-"""The Triton attention kernels give what plain torch gives, page by page, for every kind of layer and batch."""
+"""The Triton attention kernels against plain torch, page by page, for every kind of layer and batch."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 @dataclass
 class Batch:
-    """Rows of a paged cache in which all that no row owns is NaN."""
+    """Rows of a paged cache in which all memory without an owner is NaN."""
 
     query_lens: list[int]
     seq_lens: list[int]
@@ -39,7 +39,7 @@ class Batch:
         counts = [-(-length // self.block_size) for length in self.seq_lens]
         order = np.random.default_rng(0).permutation(sum(counts) + 2).tolist()
         tables = np.full((len(counts), max(counts) + 1), -1, dtype=np.int32)
-        # As `LayerCaches` has them: other layers' pages lie between a layer's blocks.
+        # As in `LayerCaches`: other layers' pages are between a layer's blocks.
         shape = len(order), 3, self.num_kv_heads, self.block_size, self.head_dim
         pool = torch.full(shape, torch.nan, device=DEVICE)
         for row, (count, length) in enumerate(zip(counts, self.seq_lens, strict=True)):
@@ -53,7 +53,7 @@ class Batch:
         self.tables = torch.from_numpy(tables).to(DEVICE)
         self.lengths = torch.tensor(self.seq_lens, dtype=torch.int32, device=DEVICE)
         self.starts = torch.tensor([0, *np.cumsum(self.query_lens)], dtype=torch.int32, device=DEVICE)
-        # Between the heads' queries lie their gates, in some models.
+        # In some models, the heads' gates are between their queries.
         total = sum(self.query_lens)
         self.q = torch.randn(total, self.num_heads, 2 * self.head_dim, device=DEVICE).to(self.dtype)[
             ..., : self.head_dim
@@ -92,14 +92,14 @@ class Batch:
         return torch.linspace(-2, 3, self.num_heads, device=DEVICE).to(self.dtype)
 
     def give_back(self, options: AttentionOptions) -> "Batch":
-        """The same, once other rows own the blocks before each row's window and have stored NaN there."""
+        """The same, after other rows have taken the blocks before each row's window and stored NaN there."""
         block_size = self.cache.k_cache.shape[2]
         for row, (count, length) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
             first_seen = reference.first_seen(length, count, options)
             blocks = self.tables[row, : first_seen // block_size].long()
             for pages in (self.cache.k_cache, self.cache.v_cache):
                 as_bytes = pages.view(torch.uint8)
-                as_bytes[blocks] = 0x7F if pages.dtype.itemsize == 1 else 0xFF  # NaN in each of the types.
+                as_bytes[blocks] = 0x7F if pages.dtype.itemsize == 1 else 0xFF  # NaN in each of the dtypes.
         return self
 
     def check(self, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ def test_drafts_are_verified_several_tokens_a_row(options: AttentionOptions) -> 
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(192, marks=pytest.mark.slow)])
 def test_many_queries_of_a_head_are_several_tiles(head_dim: int) -> None:
-    """Of 105: two of 64, or four of 32."""
+    """Of 105 keys: two pieces of 64, or four of 32."""
     batch = Batch([5, 5], [5, 261], num_heads=42, num_kv_heads=2, head_dim=head_dim)
     batch.check(batch.decode(WINDOW, batch.sinks()), batch.expected(WINDOW, batch.sinks()))
 
@@ -259,7 +259,7 @@ def test_keys_and_values_are_stored_in_fp8_by_their_scales() -> None:
 def _stored(
     norm: type[RMSNorm] | None, rotary_dim: int | None, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Queries, and both caches, by the kernel and by torch: three tokens, one of which is kept nowhere."""
+    """Queries, and both caches, by the kernel and by torch: three tokens, one of which is not stored."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 9 * 64, device=DEVICE).to(dtype).view(3, 9, 64).split([5, 2, 2], 1)
     slots = torch.tensor([17, -1, 3], device=DEVICE)

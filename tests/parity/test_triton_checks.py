@@ -1,4 +1,4 @@
-"""What the start finds out of kernels: sound ones are found right, a broken one is found wrong, and torch computes."""
+"""The self-test of kernels at the start: correct ones pass, a wrong one is found, and torch then computes."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ SLOW = {
     "delta rule in fp16",
     "selective scan in bf16",
 }
-"""As others, in other types."""
+"""The same sizes as others, in other dtypes."""
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ BROKEN = {
     "logprobs_tile_kernel": "sampling",
     "logprobs_row_kernel": "sampling",
 }
-"""Kernels, and what is to find each of them out."""
+"""Kernels, and the operators whose checks must find each of them."""
 QUICK = {
     "rms_norm_kernel",
     "gated_kernel",
@@ -153,9 +153,9 @@ QUICK = {
 
 
 def break_kernels(patch: pytest.MonkeyPatch, *names: str) -> set[str]:
-    """Have kernels write other numbers than they should; the set gets the names of those that were launched."""
+    """Let kernels write wrong numbers; the set receives the names of those that were launched."""
     as_it_was, launched = InterpretedFunction.run, set()
-    # Memory that an earlier run of the same case has freed may hold the right numbers: nothing would seem written.
+    # Freed memory of an earlier run of the same case may contain the right numbers: nothing would seem to be written.
     patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     patch.setattr(torch, "empty", torch.zeros)
     patch.setattr(torch, "empty_like", torch.zeros_like)
@@ -175,7 +175,7 @@ def break_kernels(patch: pytest.MonkeyPatch, *names: str) -> set[str]:
                 now.copy_(torch.where(is_new, spoiled, now.float()).to(now.dtype))
             elif now.dtype is torch.int64:
                 now.copy_(torch.where(is_new, now.flip(-1), now))
-            elif self.__name__ != "weigh_kernel":  # Whose counts are places, beyond which others would write.
+            elif self.__name__ != "weigh_kernel":  # Its counts are addresses, beyond which other kernels would write.
                 now.masked_fill_(is_new, 0)
         return None
 
@@ -206,7 +206,7 @@ def loaded(path: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> Loa
 
 
 def only(patch: pytest.MonkeyPatch, *operators: str) -> None:
-    """Look at these, and at no others."""
+    """Run these checks, and no others."""
     every = kernel_checks._cases_of
     patch.setattr(
         kernel_checks,
@@ -286,7 +286,7 @@ def test_what_is_wrong_is_left_to_torch_and_answers_are_right(
 
 
 def logits_of(model: LoadedModel) -> torch.Tensor:
-    """Of a prompt's last token."""
+    """Index of a prompt's last token."""
     runner = ModelRunner(model, 20)
     found: list[torch.Tensor] = []
     compute = runner.model.compute_logits
@@ -321,7 +321,7 @@ def test_what_aiter_computes_is_left_to_its_own_probe(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("triton_backend")
 def test_an_operator_of_torch_s_is_not_looked_at(tmp_path: Path) -> None:
-    """An FP8 cache that the hardware's kernels could not read ends no start then."""
+    """An FP8 cache that the hardware's kernels could not read does not end the start then."""
     model = loaded(make_checkpoint(tmp_path, "qwen3"))
     triton.leave_to_torch(frozenset({"attention"}))
     assert "attention" not in kernel_checks._cases_of(model)
@@ -374,7 +374,7 @@ def test_what_is_wrong_on_another_rank_is_left_to_torch_here_too(
     monkeypatch.setattr(TensorParallel, "all_agree", all_agree)
     only(monkeypatch, "norm")
     model = check_kernels(model)
-    assert asked == [True] * 8  # Of each operator once, whatever the model uses.
+    assert asked == [True] * 8  # Each operator once, whichever the model uses.
     assert triton.left() == {"norm"}
     assert "another rank's kernels are wrong" in caplog.text
 

@@ -1,8 +1,8 @@
-"""Every kernel compiles ahead of time for every target, without spills, within LDS, with the instructions it needs.
+"""Every kernel compiles ahead of time for every target, without spills, within LDS, with the required instructions.
 
-What the compiler made of each is recorded in docs/kernels.json by a key of all that decides it: the kernel's source,
+The compiler's result for each is recorded in docs/kernels.json by a key of all its inputs: the kernel's source,
 launch, target and Triton's release. Reading the record takes a second, compiling the kernels of the first-class
-targets about 220 core-seconds, so only kernels whose key is not recorded are compiled, besides a few to compare.
+targets about 220 core-seconds, so only kernels whose key is not recorded are compiled, and a few more for comparison.
 """
 
 import linecache
@@ -123,13 +123,14 @@ def test_the_page_and_the_record_have_every_kernel(capsys: pytest.CaptureFixture
 
 
 def test_products_of_any_number_of_rows_add_by_one_matrix_instruction() -> None:
-    """Those of `--batch-invariant`: a row's sums have one order only if instructions of one depth make them."""
+    """Kernels of `--batch-invariant`: a row's sums have one order only if all products use instructions of one
+    depth."""
     recorded = read_record()
     by_weight: dict[tuple[str, str], set[str]] = {}
     for one in compilations():
         weight, _, form = one.name.rpartition(" ")
         is_ordered = weight.endswith(ORDERED.rstrip()) or one.name.startswith("dense_gemm bf16")
-        # On NVIDIA, up to 64 rows take the tile of 16 too.
+        # On NVIDIA, up to 64 rows use the tile of 16 too.
         is_few = form == "m16" or (form == "m64" and one.target.backend == "hip")
         if one.name.startswith(("dense_gemm bf16", "fp8_gemm", "four_bit_gemm")) and (is_ordered or is_few):
             kind = weight.removesuffix(ORDERED.rstrip()).rstrip()

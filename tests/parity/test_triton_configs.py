@@ -1,4 +1,4 @@
-"""Which row of the table a GPU gets, and in which FP8 its hardware reads the cache."""
+"""Which row of the table a GPU uses, and the FP8 format in which its hardware reads the cache."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps that nobody waits for, with the kernels: their sampler's tokens are torch's, and replays are eager steps."""
+"""Asynchronous steps with the kernels: their sampler's tokens equal torch's, and replays equal eager steps."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def by_torch_and_ahead(logits: torch.Tensor, rows: SamplingRows) -> tuple[Sample
 
 
 def assert_same(expected: SampledTokens, found: SampledTokens) -> None:
-    """Tokens, log probabilities, and of which rows there are none."""
+    """Tokens, log probabilities, and the rows that have none."""
     assert found.non_finite == expected.non_finite
     assert found.refused == expected.refused
     usable = [row for row in range(len(expected.token_ids)) if row not in (*expected.non_finite, *expected.refused)]
@@ -82,7 +82,7 @@ def drawn(width: int, rng: np.random.Generator) -> RandomRows:
 @pytest.mark.parametrize("width", [50, 700])
 def test_tokens_and_log_probabilities_are_those_of_torch(width: int, most: int) -> None:
     rng = np.random.default_rng(width + most)
-    # Ties, as bfloat16 makes them.
+    # Ties, as in bfloat16.
     logits = torch.from_numpy(rng.normal(size=(NUM_ROWS, width)).astype(np.float32) * 3).bfloat16().float()
     rows = SamplingRows(
         random=drawn(width, rng),
@@ -119,7 +119,7 @@ def test_rows_that_are_broken_or_leave_no_token_are_reported_and_no_others(most:
 
 
 def sequences() -> list[Sequence]:
-    """Three that end one after the other; the contexts of two cross a block's end as they grow."""
+    """Three sequences that end in turn; the contexts of two cross a block's end as they grow."""
     rng = np.random.default_rng(3)
     return [
         Sequence(
@@ -160,7 +160,7 @@ def test_a_replayed_padded_decode_is_the_eager_one(checkpoint: Path, monkeypatch
     replaying, device, replayed = runner_of(checkpoint)
     while replaying.prepare_while_idle():
         pass
-    device.num_replayed = 0  # What tried the graphs does not count.
+    device.num_replayed = 0  # The passes that tested the graphs do not count.
     assert replaying.graphs is not None
     assert replaying.graphs.captured_sizes == [2, 4]
     assert answers(waiting(replaying, sequences())) == expected

@@ -9,14 +9,14 @@ from models.ops.triton import gated_delta as gated_delta_net
 from models.ops.triton.cases import gated_delta as reference
 from tests.parity.triton_interpreter import DEVICE, rdna  # noqa: F401, a fixture
 
-# The norm behind it makes the rounding of what is nearly zero as large as anything: told by the sum of squares.
+# The norm after it amplifies rounding errors of values near zero: the sum of squares shows where.
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 SLOTS, TAPS = 5, 4
 
 
 class Rows(NamedTuple):
-    """Of a step; the first `decodes` of them are of one token each."""
+    """Rows of a step; the first `decodes` of them have one token each."""
 
     counts: list[int]
     lengths: list[int]
@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Of a layer; `group` value heads share a key head."""
+    """Sizes of a layer; `group` value heads share a key head."""
 
     key_heads: int
     group: int
@@ -61,7 +61,7 @@ def assert_as_the_reference(rows: Rows, sizes: Heads, dtype: torch.dtype) -> Non
     (counts, lengths, decodes), (key_heads, group, key_dim, value_dim) = rows, sizes
     tokens, heads = sum(counts), key_heads * group
     channels = 2 * key_heads * key_dim + heads * value_dim
-    # Rows of both lie apart, as parts of a wider product do.
+    # Rows of both have a stride, as parts of a wider product do.
     projected = random(tokens, key_heads * 2 * (key_dim + group * value_dim) + 4, dtype=dtype)[:, :-4]
     ba = random(tokens, key_heads * 2 * group + 2, dtype=dtype)[:, :-2]
     weights = random(channels, 1, TAPS, dtype=dtype), random(heads, dtype=dtype), random(heads, dtype=dtype, seed=1)

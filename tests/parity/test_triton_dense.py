@@ -12,7 +12,7 @@ from models.ops.triton.cases import experts as experts_reference
 from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU
 from tests.parity.triton_interpreter import DEVICE
 
-# A rounding to bfloat16 or float16 may fall to either side, twice where two numbers were rounded.
+# A rounding to bfloat16 or float16 may go either way, twice if two numbers were rounded.
 CLOSE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 4e-2), torch.float16: (2e-3, 4e-3)}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
@@ -63,7 +63,7 @@ def test_gated(activation: int, features: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("experts", [6, 16, 60])
 @pytest.mark.parametrize(("sigmoid", "renormalize"), [(False, True), (False, False), (True, True)])
 def test_moe_route(experts: int, sigmoid: bool, renormalize: bool) -> None:
-    # Rounded, so that experts are equally good.
+    # Rounded, so that some experts are equal.
     logits = (random(5, experts) * 2).round() / 2
     how = {"sigmoid": sigmoid, "renormalize": renormalize, "scaling_factor": 1.5}
     weights, ids = expert_routing.moe_route(logits, 3, **how)

@@ -1,4 +1,4 @@
-"""The GPU's benchmark: every part of it runs on small problems in the interpreter; what fails is a row."""
+"""The GPU's benchmark: every part runs on small problems in the interpreter; a failing case becomes a row."""
 
 import gc
 import json
@@ -85,7 +85,7 @@ def test_a_kernel_that_is_wrong_is_not_timed(bench: Bench) -> None:
 
 
 def _script(tmp_path: Path, *bodies: str) -> "Sequence[str]":
-    """Commands of processes that stand in for a part's: the first does `bodies[0]`, and so on."""
+    """Commands of processes in place of a part's: the first runs `bodies[0]`, and so on."""
     names = []
     for place, body in enumerate(bodies):
         file = tmp_path / f"{place}.py"
@@ -132,7 +132,7 @@ def test_a_process_that_does_not_start_is_one_row(tmp_path: Path) -> None:
 
 
 def test_a_case_that_hangs_is_ended_with_its_part(tmp_path: Path) -> None:
-    # In interpreters as slow to start as those of a busy machine, the time ends before the case begins.
+    # With interpreters that start slowly on a busy machine, the time ends before the case begins.
     ((case, error),) = _findings(tmp_path, "begin('a'); time.sleep(600)", seconds=2)
     assert case in ("a", "start")
     assert error == "not done within the part's 2 s"

@@ -1,4 +1,4 @@
-"""With `batch_invariant`, `kaon verify` proves that answers by the kernels depend on nothing else that is computed."""
+"""With `batch_invariant`, `kaon verify` shows that answers by the kernels do not depend on other work."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ def invariant(triton_kernels: torch.device) -> torch.device:
 
 
 class Engine:
-    """A scheduler and a runner in this process, as far as `verify` uses an engine."""
+    """A scheduler and a runner in this process, with the part of an engine that `verify` uses."""
 
     def __init__(self, path: Path, config: Config) -> None:
         loaded = load(path, config, torch.bfloat16, backend=TritonAttentionBackend(CPU))
@@ -82,7 +82,7 @@ TINY = {
     "num_key_value_heads": 1,
     "head_dim": 32,
 }
-"""As few tiles as a model may have: how sums are split by a weight's size is proven by products alone."""
+"""As few tiles as a model can have: tests of single products cover the splitting of sums."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -123,7 +123,7 @@ def test_the_proofs_of_verify_hold(form: str, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("inputs", [96, 1088])
 def test_a_rows_dense_product_is_the_same_in_any_company(inputs: int, dtype: torch.dtype) -> None:
-    """Of one program, of split sums that another kernel adds, and of split sums that one program adds."""
+    """Sums of one program, split sums that another kernel adds, and split sums that one program adds."""
     generator = torch.Generator().manual_seed(inputs)
     x, weight, bias = (
         torch.randn(*shape, generator=generator).to(DEVICE, dtype) for shape in ((100, inputs), (40, inputs), (40,))

@@ -1,4 +1,4 @@
-"""Whole models of latent attention and of recurrent layers by the kernels equal the same by plain torch."""
+"""Whole models of latent attention and of recurrent layers by the kernels, compared with plain torch."""
 
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def test_kernels_and_decodes_in_the_buffers_of_graphs_give_what_torch_gives(vari
 
 
 def test_bounds_on_memory_change_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts attend in pieces of ten latents, and are scored a token at a time."""
+    """Prompts attend in pieces of ten latents, and their scores are computed token by token."""
     variant = MODELS[2]
     path = make_checkpoint(tmp_path, variant.family, **{**variant.overrides, "index_topk": 30})
     monkeypatch.setattr("models.attention.triton.MAX_EXPANDED_ELEMENTS", 4 * 32 * 10)

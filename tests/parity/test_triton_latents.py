@@ -24,7 +24,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 
 def pages(lengths: list[int], dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vectors of rows whose blocks lie in no order, what is past a row not finite; and the rows' tables."""
+    """Vectors of rows with blocks in random order, not finite after a row's end; and the rows' tables."""
     width = -(-max(lengths) // BLOCK_SIZE)
     num_blocks = len(lengths) * width
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).int()
@@ -114,7 +114,7 @@ def test_tokens_attend_to_what_they_select(dtype: torch.dtype, monkeypatch: pyte
 @DTYPES
 @pytest.mark.parametrize(("nope", "rope", "value"), [(16, 16, 16), (24, 8, 20)])
 def test_prompts_attend_to_expanded_latents_in_pieces(nope: int, rope: int, value: int, dtype: torch.dtype) -> None:
-    """A prompt without context; one of 21 tokens behind 30 in pieces of 20, 20 and 11; one that a piece covers."""
+    """A prompt without context; one of 21 tokens after 30 in pieces of 20, 20 and 11; one that a piece covers."""
     heads = 3
     q = random(19 + 21 + 1, heads, nope + rope, dtype=dtype).split([nope, rope], -1)
     expanded, latents = random(19 + 51 + 40, heads, nope + value, dtype=dtype), random(110, 9 + rope, dtype=dtype)
@@ -147,7 +147,7 @@ def test_indexer_scores(heads: int, dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("is_interleaved", [True, False])
 @pytest.mark.parametrize("is_8_bit", [True, False])
 def test_latents_are_stored_normalised_and_rotated(is_interleaved: bool, is_8_bit: bool, dtype: torch.dtype) -> None:
-    """The second of three tokens is kept nowhere."""
+    """The second of three tokens is not stored."""
     heads, nope, rank, rope, scale = 5, 10, 24, 8, 0.5
     q = random(3, heads, nope + rope + 3, dtype=dtype)[..., 3:]
     latent = random(3, rank + rope + 1, dtype=dtype)[:, :-1]

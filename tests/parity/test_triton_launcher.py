@@ -1,4 +1,4 @@
-"""What is launched without Triton's binder is the binary that Triton would have chosen for the same arguments."""
+"""A launch without Triton's binder runs the binary that Triton would have chosen for the same arguments."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from models.ops.triton.launcher import DirectKernel
 from models.ops.triton.specializations import CheckedKernels, UncheckedKernel
 
 Ran = list[int]
-"""Numbers of the binaries that ran, in order of their compilation."""
+"""Indices of the binaries that ran, in order of their compilation."""
 
 
 def scaled(  # type: ignore[no-untyped-def]
@@ -31,12 +31,12 @@ def scaled(  # type: ignore[no-untyped-def]
 def named_alike(  # type: ignore[no-untyped-def]
     grid, found, form, device, run, function, metadata, active, rest, launches: tl.constexpr, bind: tl.constexpr
 ):
-    """One whose parameters are called as a launcher may call what it needs."""
+    """A kernel whose parameters have names that a launcher may use itself."""
 
 
 @pytest.fixture(params=["hip", "cuda"])
 def ran(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ran:
-    """Triton's compiler makes binaries that note their number; every form is another binary."""
+    """Triton's compiler creates binaries that record their index; every form is another binary."""
     target = GPUTarget("hip", "gfx942", 64) if request.param == "hip" else GPUTarget("cuda", 90, 32)
     ran: Ran = []
     numbers: list[int] = []
@@ -64,7 +64,7 @@ def kernel_of(**hints: Any) -> DirectKernel:
 
 @cache
 def bytes_at(num_bytes: int, offset: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that begins at some byte of a storage of so many; its memory is never touched."""
+    """A tensor that begins at a given byte of a storage of a given size; its memory is never accessed."""
     return torch.empty(num_bytes, dtype=torch.uint8)[offset : offset + 64].view(dtype)
 
 
@@ -99,14 +99,14 @@ def launched_as_by_triton(ran: Ran, made: list[tuple[Any, ...]]) -> None:
 
 
 def test_every_launch_runs_the_binary_that_triton_chooses(ran: Ran) -> None:
-    """Of arguments of any types, alignments and sizes, in any order."""
+    """With arguments of any types, alignments and sizes, in any order."""
     launched_as_by_triton(ran)
 
 
 @pytest.mark.parametrize("first", [0, 1, 2, 16])
 @pytest.mark.parametrize("second", [0, 1, 2, 16])
 def test_an_integer_that_triton_specialises_selects_the_binary(first: int, second: int, ran: Ran) -> None:
-    """Of launches that differ in one integer alone: 1, a multiple of 16, or another number."""
+    """With launches that differ only in one integer: 1, a multiple of 16, or another number."""
     kernel, x = kernel_of(), torch.zeros(64)
     for columns in (first, second, first):
         arguments, given_by_name = (x, x, 3, columns, 1.0), {"SIZE": 16, "HAS_SCALE": True}

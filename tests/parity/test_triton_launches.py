@@ -1,7 +1,8 @@
-"""What whole models launch is what Triton's front end takes, with the types that their arguments have there, and was
-compared with torch at the start in the same specialisations.
+"""The launches of whole models are valid in Triton's front end with the types of their arguments, and were compared
+with torch at the start in the same specialisations.
 
-The interpreter is laxer than the compiler, and what is compiled ahead of time has types that somebody wrote down.
+The interpreter is more permissive than the compiler, and ahead-of-time compilations have types that were written by
+hand.
 """
 
 import json
@@ -36,7 +37,7 @@ def made(variants: Iterable[Variant], directory: Path) -> list[Path]:
 
 
 def launched(arch: str, dtype: str, paths: Iterable[Path]) -> set[str]:
-    """Names of the kernels, of which none was refused, over a cache of more than 2 GiB."""
+    """Names of the launched kernels, none of which was refused, over a cache of more than 2 GiB."""
     module = "tests.parity.launched_kernels"
     lines = uninterpreted("-m", module, "--large-pool", arch, dtype, *map(str, paths)).splitlines()
     assert not [line for line in lines if line.startswith("unchecked:")]
@@ -44,7 +45,7 @@ def launched(arch: str, dtype: str, paths: Iterable[Path]) -> set[str]:
 
 
 def uninterpreted(*arguments: str) -> str:
-    """What Python prints where kernels are compiled and not interpreted."""
+    """The output of a Python process in which kernels are compiled and not interpreted."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     found = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
@@ -86,7 +87,7 @@ with on(TARGETS["gfx942"]):
 
 
 def test_a_form_that_was_not_compared_is_found_and_refused_once_requests_are_served() -> None:
-    """Small memory and aligned addresses at first; then more than 2 GiB, and an address of no alignment."""
+    """Small memory and aligned addresses at first; then more than 2 GiB, and an unaligned address."""
     small, large, refused = uninterpreted("-c", _FORMS).splitlines()
     assert small == "[]"
     assert large == "*bf16 divisibility=16 []"
@@ -94,9 +95,8 @@ def test_a_form_that_was_not_compared_is_found_and_refused_once_requests_are_ser
 
 
 def quantised(names: Iterable[str], directory: Path) -> list[Path]:
-    """A dense model of each format, one whose experts are in FP8, and one whose experts are integers but for a dense
-    one.
-    """
+    """A dense model of each format, one whose experts are in FP8, and one whose experts are integers except for a
+    dense one."""
     dense = [write_pair(directory / name, *FORMATS[name]).quantised for name in names]
     experts = write_experts(directory / "experts", "Qwen3MoeForCausalLM", "fp8 blocks", moe_intermediate_size=64)
     integers, config = FORMATS["compressed-tensors int8 and rounded inputs"]
@@ -113,7 +113,7 @@ def quantised(names: Iterable[str], directory: Path) -> list[Path]:
 
 
 def drafting(directory: Path) -> dict[str, Path]:
-    """Targets with a drafter, whose heads are of other numbers and sizes than the target's, by how they draft."""
+    """Targets with a drafter, whose heads differ in number and size from the target's, by drafting method."""
     pairs: dict[str, Path] = {}
     target = make_checkpoint(directory / "llama", num_hidden_layers=6)
     for version, method in ((1, "eagle"), (3, "eagle3")):
@@ -144,7 +144,7 @@ def draft_by(path: Path, **fields: str) -> Path:
     ],
 )
 def test_launches_of_models_that_draft(arch: str, dtype: str, methods: tuple[str, ...], tmp_path: Path) -> None:
-    """None is of a form that the start did not compare: once requests are served, such a launch is refused."""
+    """No launch has a form that the start did not compare: once requests are served, such a launch is refused."""
     pairs = drafting(tmp_path)
     found = launched(arch, dtype, [pairs[method] for method in methods])
     assert {"attention_prefill_kernel", "attention_decode_kernel", "store_kernel", "draw_kernel"} <= found

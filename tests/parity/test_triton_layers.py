@@ -1,4 +1,4 @@
-"""Layers whose kernels run give what they give in torch: norms, activations, routers and experts."""
+"""Layers with kernels give the results of torch: norms, activations, routers and experts."""
 
 import dataclasses
 from collections.abc import Callable

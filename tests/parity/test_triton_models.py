@@ -30,7 +30,7 @@ MIMO = attention_2026.VARIANTS[0]
 
 @pytest.fixture(params=["llama", "qwen3", "gemma3", "gpt_oss", "mimo"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Plain, with norms of heads, with windows, with windows and sinks, with values smaller than keys as well."""
+    """Plain, with norms of heads, with windows, with windows and sinks, and with values smaller than keys as well."""
     match request.param:
         case "gemma3":
             return make_checkpoint(tmp_path, GEMMA.family, **GEMMA.overrides)
@@ -67,12 +67,12 @@ def test_a_cache_in_fp8_agrees_with_the_cpu_backend(tmp_path: Path) -> None:
         for backend in (TorchAttentionBackend(CPU), CPUAttentionBackend())
     ]
     expected, bound = _with_bound(models[1])
-    # At any token a number half-way between two that the cache holds may be rounded to either.
+    # At any token, a number half-way between two cache values may be rounded to either.
     assert_within(_run(models[0]), expected, bound.max())
 
 
 def test_a_replay_reads_its_step_from_the_buffers_that_were_captured() -> None:
-    """The graph of four rows replays three: the fourth writes nothing, attends to nothing, and comes out as zeros."""
+    """The graph of four rows replays three: the fourth writes nothing, attends to nothing, and its output is zeros."""
     torch.manual_seed(0)
     backend = TritonAttentionBackend(CPU)
     backend.init_capture(max_batch_size=8, max_blocks=40)
@@ -122,5 +122,5 @@ def _run(model: PagedModel) -> torch.Tensor:
 
 
 def _with_bound(model: PagedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and how far rounding may move it."""
+    """The same, with bounds of the rounding errors."""
     return with_bound(model.model, lambda: _run(model))

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can be used is found out by using one."""
+"""Whether Triton's kernels can be used is determined by running one."""
 
 from collections.abc import Iterator
 

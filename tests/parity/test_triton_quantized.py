@@ -32,7 +32,7 @@ requires_fp8 = pytest.mark.skipif(target_of(DEVICE).fp8 is None, reason="the GPU
 @pytest.mark.parametrize("inputs", [1152, 2112])
 @pytest.mark.parametrize("kind", ["fp8", "no fp8", "four bits"])
 def test_products_are_split_by_the_weight_alone(kind: str, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row's sums are the same alone and in company, and those of all inputs."""
+    """A row's sums are the same alone and in a batch, and those of all inputs."""
     if kind == "no fp8":
         without_fp8(monkeypatch)
     rows, outputs = 16, 40
@@ -81,11 +81,11 @@ def test_as_many_splits_as_make_enough_programs(
 
 
 EXPERTS = 3
-"""That a rank holds; one more is held elsewhere."""
+"""Experts that a rank holds; one more is held elsewhere."""
 
 
 def expert_ids(tokens: int) -> torch.Tensor:
-    """Two experts of each token; none of them ever the second. # [tokens, 2]"""
+    """Two experts of each token; `none` of them is never the second. # [tokens, 2]"""
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(EXPERTS, (tokens, 2), generator=generator)
     return torch.where(ids >= 1, ids + 1, ids).to(DEVICE)
@@ -109,13 +109,13 @@ def test_groups_are_rounded_by_their_largest_value(shape: tuple[int, int], dtype
     codes, scales = quantized_products.quantize_groups(x)
     expected = reference.reference_quantize_groups(x, fp8_dtype())
     torch.testing.assert_close(scales, expected[1])
-    # Dividing by a scale may be rounded to either side of what lies between two codes.
+    # Division by a scale may round a value between two codes either way.
     apart = (codes.float() - expected[0].float()).abs() / expected[0].float().abs().clamp(min=2**-6)
     assert apart.max() <= 0.125
 
 
 def without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on hardware that multiplies none: weights become numbers in registers, and activations stay as they are."""
+    """As on hardware without FP8 products: weights are converted in registers, and activations stay unchanged."""
     if fp8_dtype() is not torch.float8_e4m3fn:
         pytest.skip("weights are of another FP8 on this GPU")
     target = dataclasses.replace(target_of(DEVICE), fp8=None)
@@ -123,7 +123,7 @@ def without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fp8_weight(scales: str, *shape: int) -> FP8Weight:
-    """Random codes, all of them among them, and scales that are one `tensor`'s, `channel`'s, `row`'s or `block`'s."""
+    """Random codes that include all values, and scales of one `tensor`, `channel`, `row` or `block`."""
     *experts, outputs, inputs = shape
     groups = -(-inputs // 128)
     sizes = {"tensor": (1,), "channel": (outputs,), "row": (outputs, groups), "block": (-(-outputs // 128), groups)}
@@ -163,7 +163,7 @@ def test_fp8_linear(
     for each in (None, bias):
         found = quantized_products.fp8_linear(x, weight, each)
         expected = reference.reference_fp8_linear(x, weight, each, is_rounded=hardware == "fp8")
-        # A code that falls to the other side moves a sum by an eighth of one product.
+        # A code that is rounded the other way changes a sum by an eighth of one product.
         torch.testing.assert_close(found, expected, atol=0.2 if hardware == "fp8" else 1e-3, rtol=CLOSE[dtype])
 
 
@@ -209,7 +209,7 @@ def test_experts_of_fp8(
     by = reference.rounded(rows, fp8_dtype()) if hardware == "fp8" else rows.float()
     expected = moe_reference.reference_moe_gemm(by, weight.dense(), bias, ids, gating=gating)
     held = (ids.flatten() < EXPERTS).nonzero()[:, 0]
-    # Rounding to FP8 may fall to either side of what lies between two codes.
+    # Rounding to FP8 may go either way for a value between two codes.
     close = max(CLOSE[dtype], 1e-2 if hardware == "fp8" else 0.0)
     assert (found[held].float() - expected[held]).norm() <= close * expected[held].norm()
 
@@ -243,7 +243,7 @@ def integer_experts(outputs: int, inner: int) -> Int8Weight:
 
 
 def test_experts_of_several_forms_are_multiplied_each_by_its_own_kernel() -> None:
-    """As by one dense stack, rounded rows apart; pairs of experts held elsewhere are left as they are."""
+    """As by one dense stack, except for rounded rows; pairs of experts held elsewhere stay unchanged."""
     tokens, inner, outputs = 13, 200, 24
     integers = integer_experts(outputs, inner)
     dense = random(2, outputs, inner)
@@ -282,7 +282,7 @@ def test_nibbles_are_unpacked_as_they_were_packed(shape: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("group", [None, 32, 64, 192])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 24, 192), (19, 37, 192)])
 def test_four_bit_linear(rows: int, outputs: int, inputs: int, group: int | None, dtype: torch.dtype) -> None:
-    """MXFP4 where there is no group."""
+    """MXFP4 if there is no group."""
     generator = torch.Generator().manual_seed(rows)
     packed = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8, generator=generator).to(DEVICE)
     if group is None:
@@ -295,7 +295,7 @@ def test_four_bit_linear(rows: int, outputs: int, inputs: int, group: int | None
     for each in (None, bias):
         found = quantized_products.four_bit_linear(x, weight, each)
         expected = reference.reference_four_bit_linear(x, weight, each)
-        # The interpreter cuts what is rounded to bfloat16.
+        # The interpreter truncates values that are rounded to bfloat16.
         assert (found - expected).float().norm() <= CLOSE[dtype] * expected.float().norm()
 
 
@@ -326,7 +326,7 @@ def test_what_was_mxfp4_is_rounded_to_the_same_numbers() -> None:
 def test_experts_of_four_bits(
     tokens: int, block: int, group: int | None, gating: Gating | None, dtype: torch.dtype
 ) -> None:
-    """MXFP4 where there is no group."""
+    """MXFP4 if there is no group."""
     columns, inner = 19, 192
     outputs = columns * (1 if gating is None else 2)
     generator = torch.Generator().manual_seed(tokens)

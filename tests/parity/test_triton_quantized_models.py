@@ -1,4 +1,4 @@
-"""Models whose weights stay quantised for the kernels, next to dense ones of the very weights that they mean."""
+"""Models whose weights stay quantised for the kernels, compared with their dequantised weights."""
 
 from collections import Counter
 from pathlib import Path
@@ -42,11 +42,11 @@ STAYING = (
     "gptq, zero points",
     "gptq, one group",
 )
-"""Of `FORMATS`, one of each layout that there is a kernel for."""
+"""A subset of `FORMATS`, one for each layout that has a kernel."""
 
 
 def run(path: Path) -> tuple[torch.Tensor, int]:
-    """Logits, and how many weights stayed quantised."""
+    """Logits, and the number of weights that stayed quantised."""
     model = PagedModel(path)
     triton.leave_to_torch(frozenset({"norm", "activation"}))
     stored = [parameter for parameter in model.model.parameters() if stored_of(parameter) is not None]
@@ -56,7 +56,7 @@ def run(path: Path) -> tuple[torch.Tensor, int]:
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Activations are rounded to FP8, or to integers, where weights are."""
+    """Activations are rounded to FP8, or to integers, if weights are."""
     is_rounded = "fp8" in name or name == "fbgemm" or "rounded inputs" in name
     assert (found - expected).norm() <= (0.1 if is_rounded else 1e-4) * expected.norm()
 
@@ -84,7 +84,7 @@ def test_weights_stay_as_they_are_stored(name: str, tmp_path: Path, caplog: pyte
 def test_weights_that_do_not_stay_as_they_are_stored_are_logged(
     name: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one sentence, by form."""
+    """In one sentence, by format."""
     PagedModel(q.write_pair(tmp_path, *FORMATS[name]).quantised)
     [line] = [record.getMessage() for record in caplog.records if "made dense" in record.getMessage()]
     assert line.endswith(f": 14 in {form}, no kernel multiplies them")
@@ -157,12 +157,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 @pytest.mark.parametrize(
     ("architecture", "alone", "fused"),
     [
-        # Of each of two layers: q, k and v; o; gate and up; down. Attention makes o's input, and rounds nothing.
+        # For each of two layers: q, k and v; o; gate and up; down. Attention computes o's input, and rounds nothing.
         ("LlamaForCausalLM", 8, 2),
-        # q_a and kv_a read one norm, and q_b that of the queries' latents. The second layer has experts, who read one
-        # norm with the shared ones and whose second product rounds its own rows.
+        # q_a and kv_a read one norm, and q_b that of the queries' latents. The second layer has experts, which read
+        # one norm together with the shared ones and whose second product rounds its own rows.
         ("DeepseekV3ForCausalLM", 12, 3),
-        # Of each of three layers, with norms on both sides of attention and of the feed-forward layer.
+        # For each of three layers, with norms before and after attention and the feed-forward layer.
         pytest.param("Gemma2ForCausalLM", 12, 3, marks=pytest.mark.slow),
         # A shared expert with a gate.
         pytest.param("Qwen2MoeForCausalLM", 12, 4, marks=pytest.mark.slow),
@@ -192,16 +192,16 @@ def test_norms_and_activations_round_what_a_product_in_fp8_reads(
 @pytest.mark.parametrize(
     ("architecture", "expected"),
     [
-        # Of each of two layers: two norms, which add; the norms of queries and keys, the rotation and the store; the
-        # activation; the rounding of what the attention's last product reads. Then the last norm.
+        # For each of two layers: two norms, which add; the norms of queries and keys, the rotation and the store; the
+        # activation; the rounding of the last product's input in attention. Then the last norm.
         ("Qwen3ForCausalLM", {"rms_norm": 5, "store": 2, "gated": 2, "quantize_groups": 2}),
         # Experts gate in their first product, and their second one rounds its rows.
         ("Qwen3MoeForCausalLM", {"rms_norm": 5, "store": 2, "quantize_groups": 4}),
-        # The first layer has no experts; the second one's shared experts read what the others do.
+        # The first layer has no experts; the second one's shared experts have the same input as the others.
         ("Glm4MoeForCausalLM", {"rms_norm": 5, "store": 2, "gated": 2, "quantize_groups": 3}),
         # Each layer has one more norm, of the queries' latents.
         ("DeepseekV3ForCausalLM", {"rms_norm": 7, "latent_store": 2, "gated": 2, "quantize_groups": 3}),
-        # MXFP4 multiplies rows as they are.
+        # MXFP4 multiplies unrounded rows.
         ("GptOssForCausalLM", {"rms_norm": 5, "store": 2}),
     ],
 )
@@ -240,7 +240,7 @@ def is_expert(module: str) -> bool:
 
 
 def write_experts(directory: Path, architecture: str, name: str, **fields: int) -> q.Pair:
-    """A model whose experts are quantised, and nothing else is, whatever its configuration says."""
+    """A model in which only experts are quantised, whatever its configuration says."""
     quantize, config = FORMATS[name]
     return q.write_pair(directory, quantize, config, module=is_expert, family=family_of(architecture), **fields)
 
@@ -291,7 +291,7 @@ def stacks_of(path: Path, parallel: TensorParallel = SINGLE_RANK) -> list[nn.Par
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "compressed-tensors int8 and rounded inputs"])
 def test_other_experts_stay_as_they_are_stored_where_one_of_them_is_dense(name: str, tmp_path: Path) -> None:
-    """Of expert 2 of the first layer a half of the first weight is dense, and so the whole weight."""
+    """Half of the first weight of expert 2 of the first layer is dense, and so the whole weight."""
 
     def module(name: str) -> bool:
         return is_expert(name) and not name.endswith("layers.0.mlp.experts.2.up_proj")
@@ -318,11 +318,11 @@ def test_other_experts_stay_as_they_are_stored_where_one_of_them_is_dense(name: 
     [
         # The second of two ranks begins within the first group of 128.
         ("Qwen3MoeForCausalLM", "fp8 blocks", 192),
-        # Half of 64 inputs are one run of 32, and two of them share their bytes.
+        # Half of 64 inputs are one run of 32, and two runs share their bytes.
         ("Qwen3MoeForCausalLM", "gptq, zero points", 64),
         # The second of two ranks begins within a group of 64.
         ("Qwen3MoeForCausalLM", "gptq, one group", 320),
-        # Groups of 32, which each rank begins or ends within.
+        # Groups of 32, within which each rank begins or ends.
         ("MixtralForCausalLM", "quark mxfp4", 192),
         ("GptOssForCausalLM", "gpt-oss", 192),
     ],

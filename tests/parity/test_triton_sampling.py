@@ -1,4 +1,4 @@
-"""The device's sampler gives the tokens, and the log probabilities, of the sampler in torch."""
+"""The device's sampler gives the tokens and the log probabilities of the sampler in torch."""
 
 import numpy as np
 import pytest
@@ -220,9 +220,9 @@ def reference_draw(
     row_key: int,
     is_filtered: bool,
 ) -> set[int]:
-    """The tokens of a row of finite maximum that may be sampled, one but for equal scores. # [V] float32
+    """The tokens of a row with a finite maximum that may be sampled, one except for equal scores. # [V] float32
 
-    Weights are whole numbers. `max_gap`: how far from the peak a token may be.
+    Weights are integers. `max_gap`: the largest distance of a token from the peak.
     """
     distance = (logits.max() - logits) / torch.tensor(temperature, dtype=torch.float32)
     weights = (torch.exp(-distance) * 2.0**40).to(torch.int64)

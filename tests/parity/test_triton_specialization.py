@@ -1,4 +1,4 @@
-"""Serving compiles no kernel again because a step has other numbers of tokens, rows, blocks or lengths."""
+"""Serving compiles no kernel again if a step has other numbers of tokens, rows, blocks or lengths."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ pytestmark = [requires_interpreter, pytest.mark.usefixtures("triton_kernels")]
 
 @triton.jit(do_not_specialize=["free"])
 def copy_kernel(x, out, free, bound, SIZE: tl.constexpr):
-    """Nothing that varies."""
+    """No value that varies."""
     lanes = tl.arange(0, SIZE)
     tl.store(out + lanes, tl.load(x + lanes, mask=lanes < bound, other=0.0), mask=lanes < free)
 

@@ -1,4 +1,4 @@
-"""What the warm-up runs is all that Triton compiles: a varied load afterwards needs no kernel that it has not met."""
+"""The warm-up compiles all that Triton needs: a varied load afterwards needs no other kernel."""
 
 import itertools
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ LIMITS = {"max_num_batched_tokens": 160, "max_num_seqs": 20, "max_model_len": 25
 
 
 def load() -> list[Sequence]:
-    """Prompts that are chunked, that share steps, and that follow each other, each sampled in its own way."""
+    """Prompts that are chunked, that share steps, and that follow each other, each with its own way of sampling."""
     rng = np.random.default_rng(1)
     lengths = [1, 17, 200, 3, 64, 33, 5, 2, 90]
     return [
@@ -52,7 +52,7 @@ def load() -> list[Sequence]:
 def fake_gpu(
     request: pytest.FixtureRequest, triton_kernels: object, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Kernels are launched with the tiles of a GPU, and compute nothing: what they would have written is zeros."""
+    """Kernels are launched with the tiles of a GPU, and compute nothing: their outputs are zeros."""
     monkeypatch.setattr(configs, "INTERPRETER", TARGETS[request.param])
     monkeypatch.setattr(type(empty_kernel), "run", lambda self, *arguments, **options: None)
     allocate_zeros(monkeypatch)
@@ -115,7 +115,7 @@ def test_what_checks_of_kernels_compile_requests_need(
     runner.device_batch = DeviceBatch(GraphDevice(), runner.config.max_num_seqs)
     with Launches() as checking, torch.inference_mode():
         for case in itertools.chain.from_iterable(kernel_checks._cases_of(runner.loaded).values()):
-            # Nothing is right where kernels compute nothing: each is heard to the end.
+            # Kernels that compute nothing are all wrong: each check runs to its end.
             list(case.compare(Problems(runner.device)))
     runner = rebuilt(runner, num_blocks=100)
     with Launches() as warming:

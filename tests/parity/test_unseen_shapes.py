@@ -1,6 +1,7 @@
-"""Random legal configurations of every architecture: what no variant has, computed as transformers computes it.
+"""Random legal configurations of every architecture, in shapes that no variant has, compared with transformers.
 
-What transformers itself cannot build or run is no case. What Kaon refuses by a sentence is none either.
+Configurations that transformers itself cannot build or run are skipped, and so are those that Kaon refuses in a
+sentence.
 """
 
 import json
@@ -20,7 +21,7 @@ from tests.parity.variants import Variant, all_variants
 
 SEEDS, ATTEMPTS, STRIDE = 4, 24, 12
 QUICK = ("CohereForCausalLM", "Llama4ForCausalLM", "LlamaForCausalLM", "MiMoV2FlashForCausalLM", "Qwen3MoeForCausalLM")
-"""Tried once each in the short form."""
+"""Number of attempts in the short form."""
 _HEADS = (
     (64, 4, 2, 16),
     (48, 3, 1, 20),
@@ -30,7 +31,7 @@ _HEADS = (
     (96, 6, 3, 16),
     (40, 5, 1, 24),
 )
-"""Hidden size, query heads, KV heads, and elements of a head."""
+"""Hidden size, query heads, KV heads, and head dimension."""
 _SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -38,7 +39,7 @@ _SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-"""Those of `make_checkpoint`."""
+"""Names of `make_checkpoint`'s arguments."""
 _ORIGINAL = {"rope_theta": 1e4, "original_max_position_embeddings": 24}
 _ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default", "rope_theta": 100.0},
@@ -105,11 +106,11 @@ def draw(variant: Variant, seed: int) -> dict[str, Any]:
     chance = random.Random(f"{variant.architecture} {seed}")
     given = {**variant.family.defaults, **variant.overrides}
     made_of = variant.family.config_class
-    # Some classes refuse a list of layers next to their own default's number of them.
+    # Some classes refuse a list of layers whose length differs from their default number of layers.
     config = made_of(**{name: value for name, value in _SIZES.items() if hasattr(made_of, name)} | given).to_dict()
     found = dict(variant.overrides)
     for name, values in _CHOICES.items():
-        # Ropes by kind of layer stay.
+        # Ropes by kind of layer stay unchanged.
         is_flat = name != "rope_parameters" or not any(
             isinstance(each, dict) for each in config.get(name, {}).values()
         )
@@ -188,6 +189,6 @@ def test_shapes_that_no_variant_has_are_computed_as_transformers_does(
     while row.computed < len(tokens):
         parts += model.step([(row, 1)], num_decodes=1)
     model.release(row)
-    # The bound is made of the weights' sums; those over the tokens of a state are longer.
+    # The bound is computed from the weights' sums; those over the tokens of a state are longer.
     for found in (model.logits(tokens), torch.cat(parts)):
         assert_within(found.log_softmax(-1), expected, 2 * bound)

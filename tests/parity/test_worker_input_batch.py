@@ -1,4 +1,4 @@
-"""The input batch against sequences that keep everything themselves, through random lives of random rows."""
+"""The input batch against sequences that store everything themselves, through random histories of random rows."""
 
 import random
 
@@ -45,7 +45,7 @@ def assert_matches(inputs: StepInputs, spans: list[tuple[Sequence, int, int]], n
         assert table[:used] == seq.block_table[:used]
     assert inputs.num_decodes == num_decodes
     adapters = [seq.adapter for seq, _, _ in spans]
-    # None, where no row has one, lets the step run as any other's.
+    # None, if no row has one, lets the step run as any other.
     assert (None if inputs.adapters is None else inputs.adapters.tolist()) == (adapters if any(adapters) else None)
     assert {inputs.input_ids.dtype, inputs.positions.dtype, inputs.slot_mapping.dtype} == {np.dtype(np.int64)}
     assert inputs.block_tables.dtype == np.int32
@@ -58,7 +58,7 @@ def assert_matches(inputs: StepInputs, spans: list[tuple[Sequence, int, int]], n
 
 
 class World:
-    """A scheduler without a policy: starts, runs, preempts and ends sequences as its random numbers say."""
+    """A scheduler without a policy: it starts, runs, preempts and ends sequences at random."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The KV cache's memory on CPU: zeroed, of every type, aligned, and paid for only as it is written."""
+"""The KV cache's memory on CPU: zeroed, of every dtype, aligned, and committed only when it is written."""
 
 import pytest
 import torch

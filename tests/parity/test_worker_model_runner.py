@@ -1,4 +1,4 @@
-"""The model runner on a small random checkpoint: transformers' greedy tokens, however the work is cut up."""
+"""The model runner on a small random checkpoint: transformers' greedy tokens, for any division into steps."""
 
 import dataclasses
 from pathlib import Path
@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=256,
-        # Wide weights, so that no two tokens are nearly as likely and rounding decides nothing.
+        # Wide weights, so that no two tokens have nearly equal logits and rounding decides nothing.
         initializer_range=0.3,
         tie_word_embeddings=False,
         eos_token_id=None,
@@ -55,7 +55,7 @@ def reference(checkpoint: Path) -> Qwen3ForCausalLM:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """32 prompts of 1 to 70 tokens; each third one begins like the one before it."""
+    """32 prompts of 1 to 70 tokens; each third one begins like the previous one."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, VOCAB_SIZE, size=length).tolist() for length in rng.integers(1, 70, size=32)]
     prompts[0], prompts[4] = [3], rng.integers(0, VOCAB_SIZE, size=64).tolist()
@@ -96,7 +96,8 @@ def generate(runner: ModelRunner, scheduler: Scheduler, prompts: list[list[int]]
 
 
 def step_alone(runner: ModelRunner, seq: Sequence, start: int, end: int, *, new: bool) -> ScheduledBatchOutput:
-    """A step that computes the tokens `[start, end)` of one sequence, prefilled unless it is the last one's turn."""
+    """A step that computes the tokens `[start, end)` of one sequence, as a prefill unless it is a decode of the last
+    token."""
     decode = not new and end - start == 1
     count = end - start
     return runner.forward(
@@ -136,7 +137,7 @@ def test_prompts_in_chunks_then_decodes_give_transformers_tokens(checkpoint, pro
 @pytest.mark.parametrize("tokens_per_step", [1, 7, 16, 64, 4096])
 def test_any_step_size_and_policy_gives_transformers_tokens(checkpoint, prompts, expected, policy, tokens_per_step):
     runner = runner_for(checkpoint, scheduling_policy=policy, max_num_batched_tokens=tokens_per_step)
-    # A token a step takes many steps: a few prompts do.
+    # With one token per step there are many steps, so a few prompts suffice.
     count = 4 if tokens_per_step == 1 else 32
     assert generate(runner, Scheduler(runner.config), prompts[:count]) == expected[:count]
 
@@ -239,7 +240,7 @@ def test_the_cache_size_is_counted_in_blocks_of_all_layers(checkpoint):
 
 @pytest.mark.parametrize("drafts", [None, SpeculativeConfig(speculative_method="eagle")])
 def test_a_step_paused_for_another_gives_what_both_give_alone(drafts):
-    """In bfloat16, in which the compiled operators run a recorded pass, with seeded sampling and log probabilities.
+    """In bfloat16, with a recorded pass of the compiled operators, seeded sampling and log probabilities.
 
     It is paused after each operator, and the other step is computed in each pause.
     """

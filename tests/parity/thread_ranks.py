@@ -15,11 +15,11 @@ from models.parallel.tensor_parallel import ExpertParallel, TensorParallel, Toke
 Result = TypeVar("Result")
 
 _turn = threading.Lock()
-"""Of the one that computes, as the operators want it, while the others wait in a collective."""
+"""Held by the thread that computes, as the operators require, while the others wait in a collective."""
 
 
 def without_turn(wait: Callable[[], Result]) -> Result:
-    """What `wait` gives, while another thread may compute."""
+    """Return the result of `wait`, while another thread may compute."""
     # The step is a global of the process, and each thread is in one of its own.
     step, cache = forward_context._current, forward_context._kv_cache_data
     _turn.release()
@@ -31,17 +31,17 @@ def without_turn(wait: Callable[[], Result]) -> Result:
 
 
 class Meeting:
-    """Where so many threads wait for each other, and learn what each brings."""
+    """A barrier of `size` threads, at which each learns the values of all."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=300)
         self._brought: tuple[list[Any], list[Any]] = [None] * size, [None] * size
-        """This time and the time before: who is slow may still read it when others come again."""
+        """The current round and the previous one, which slow threads may still read when others enter again."""
         self._times = [0] * size
         self.size = size
 
     def bring(self, number: int, value: Any) -> list[Any]:
-        """What all bring, by number."""
+        """The values of all, by index."""
         brought = self._brought[self._times[number] % 2]
         self._times[number] += 1
         brought[number] = value
@@ -85,7 +85,8 @@ class ThreadCollectives:
 
 
 class ThreadExchange(TokenExchange):
-    """See `models.parallel.tensor_parallel.TokenExchange`. Others get copies: who goes on reuses its rows."""
+    """See `models.parallel.tensor_parallel.TokenExchange`. Others get copies, since the first to continue reuses its
+    rows."""
 
     are_captured = True
 
@@ -101,12 +102,12 @@ class ThreadExchange(TokenExchange):
         return torch.cat([theirs[self._replica] for theirs in parts])
 
     def agree(self, num_tokens: int) -> tuple[int, ...]:
-        """How many tokens each replica computes next."""
+        """The number of tokens that each replica computes next."""
         return tuple(self.meeting.bring(self._replica, num_tokens))
 
 
 def thread_ranks(size: int, num_replicas: int = 1, *, spread_experts: bool = False) -> list[list[TensorParallel]]:
-    """The places of so many ranks in each of so many replicas, for threads that `at_once` runs."""
+    """The barriers of `ranks` ranks in each of `replicas` replicas, for threads that `at_once` runs."""
     columns = [Meeting(num_replicas) for _ in range(size)]
     made = []
     for replica in range(num_replicas):
@@ -130,7 +131,7 @@ def _experts(replica: int, num_replicas: int, column: Meeting) -> ExpertParallel
 
 
 def at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """What each call gives, all of them made at once by a thread each."""
+    """The result of each call; a thread runs each, all of them at the same time."""
 
     def call_in_turn(call: Callable[[], Result]) -> Result:
         with _turn:

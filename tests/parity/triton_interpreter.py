@@ -1,7 +1,7 @@
-"""Where the Triton kernels run in tests: in Triton's interpreter, or on the GPU of a machine that has one.
+"""Device of the Triton kernels in tests: Triton's interpreter, or the GPU of a machine that has one.
 
-Importing this mends the interpreter of Triton 3.7: its `tl.dot` multiplies the bits of bfloat16 as if they were
-integers, and its conversion to FP8 loses what a rounded mantissa carries to the exponent.
+Importing this module corrects the interpreter of Triton 3.7: its `tl.dot` multiplies the bits of bfloat16 as if they
+were integers, and its conversion to FP8 loses the carry from a rounded mantissa to the exponent.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ from tests.parity import triton_interpreter_speed
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-"""Of the tensors that tests give kernels."""
+"""Device of the tensors that tests pass to kernels."""
 
 requires_interpreter = pytest.mark.skipif(not INTERPRETED, reason="compares on CPU tensors; set TRITON_INTERPRET=1")
 
 
 @pytest.fixture
 def triton_kernels() -> Iterator[torch.device]:
-    """The kernels compute for layers too, inside the test. The device of their tensors."""
+    """Within the test, kernels compute for layers too. Returns the device of their tensors."""
     reason = kernels.start(DEVICE)
     assert reason is None, reason
     yield DEVICE
@@ -37,7 +37,7 @@ def triton_kernels() -> Iterator[torch.device]:
 
 @pytest.fixture(params=configs.RDNA)
 def rdna(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels that are interpreted have the tiles of AMD's RDNA, where deep operands are multiplied in parts."""
+    """Interpreted kernels have the tiles of AMD's RDNA, where deep operands are multiplied in parts."""
     monkeypatch.setattr(configs, "INTERPRETER", configs.TARGETS[request.param])
     launch_of.cache_clear()
     yield
@@ -45,14 +45,14 @@ def rdna(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    """As it was, in float32 whatever the operands are."""
+    """The original product, in float32 for all operands."""
     del self, input_precision, max_num_imprecise_acc
     product = np.matmul(_as_float32(a), _as_float32(b)) if d.dtype.is_floating() else _sum_of(a, b, d)
     return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
 
 
 def _sum_of(a: Any, b: Any, d: Any) -> Any:
-    """Of integers, in the type of the sum: numpy would keep theirs."""
+    """The product of integers, in the type of the sum: numpy would keep the operands' type."""
     return np.matmul(a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
 
 
@@ -71,7 +71,7 @@ _converted_as_it_was = interpreter.InterpreterBuilder.create_fp_to_fp
 
 
 def _create_fp_to_fp(self: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-    """As it was, and from float32 to FP8 as torch converts."""
+    """The original conversion, and from float32 to FP8 as torch converts."""
     dtype = _TORCH_FP8.get(target.scalar.name)
     if dtype is None or source.dtype.scalar != tl.float32:
         return _converted_as_it_was(self, source, target, rounding_mode)

@@ -1,7 +1,8 @@
-"""Makes the interpreter of Triton 3.7 quicker, without a change of what it computes.
+"""Accelerates the interpreter of Triton 3.7, without changing its results.
 
-It looks through all of `triton.language` at each call of a function, makes a table of all types and a shape for each
-value, takes exclusive ors, of which sorting is made, one by one, and looks for overflows, of which it tells nobody.
+At each call of a function, the interpreter searches all of `triton.language`; it makes a table of all types and a
+shape for each value, computes exclusive ors, of which sorting consists, one by one, and checks for overflows, which it
+never reports.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from triton.runtime import interpreter
 
 
 def quicken() -> None:
-    """From now on. The interpreters of other versions are left as they are."""
+    """Apply the changes from now on. The interpreters of other versions are not changed."""
     if not triton.__version__.startswith("3.7."):
         return
     interpreter._patch_lang = _patch_lang
@@ -33,12 +34,12 @@ def quicken() -> None:
 
 
 _SEES_ALL = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-"""Instead of a kernel, whose globals tell which of the two modules are to be patched."""
+"""A replacement of a kernel, whose globals show which of the two modules must be patched."""
 _patched_as_it_was = interpreter._patch_lang
 
 
 class _Launch:
-    """What is patched from a launch to its end."""
+    """The names that are patched from a launch to its end."""
 
     running: "_Launch | None" = None
 
@@ -51,7 +52,7 @@ class _Launch:
 
 
 def _patch_lang(fn: Any) -> _Launch:
-    """As it was, once a launch: what a kernel calls finds it patched, and never restores it."""
+    """The original, once per launch: a function that a kernel calls finds it patched, and never restores it."""
     del fn
     if _Launch.running is None:
         _Launch.running = _Launch()
@@ -64,7 +65,7 @@ def _builtins_of(package: ModuleType | type) -> list[tuple[str, Any]]:
 
 
 def _patch_builtin(package: ModuleType | type, builder: Any, scope: Any) -> None:
-    """As it was; a launch leaves the package as it was."""
+    """The original; a launch restores the package."""
     for name, member in _builtins_of(package):
         interpreter._patch_attr(package, name, member, builder, scope)
 
@@ -73,7 +74,7 @@ _scalar_np_dtype = functools.cache(interpreter._get_np_dtype)
 
 
 def _np_dtype(dtype: Any) -> Any:
-    """As it was, without a new table of all types at each call."""
+    """The original, without a new table of all types at each call."""
     element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
     return np.dtype(np.uint64) if isinstance(element, tl.pointer_type) else _scalar_np_dtype(element)
 
@@ -82,7 +83,7 @@ _reduced_as_it_was = interpreter.ReduceOps.apply_impl
 
 
 def _reduce(self: Any, operands: Any) -> Any:
-    """As it was, and exclusive ors, of which sorting is made, at once."""
+    """The original, with exclusive ors, of which sorting consists, in one operation."""
     if self.combine_fn is not tl.standard._xor_combine:
         return _reduced_as_it_was(self, operands)
     data = np.bitwise_xor.reduce(operands[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
@@ -94,14 +95,14 @@ _init_block_type_as_it_was = tl.core.block_type.__init__
 
 @functools.cache
 def _block_of(shape: tuple[int, ...]) -> Any:
-    """A type that all of that shape are like, but for their elements. Raises what Triton does for a wrong one."""
+    """A representative type of that shape with other elements. Raises Triton's error for a wrong one."""
     block = object.__new__(tl.core.block_type)
     _init_block_type_as_it_was(block, tl.int8, list(shape))
     return block
 
 
 def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
-    """As it was, of a shape that is looked at once."""
+    """The original, for a shape that is computed once."""
     like = _block_of(tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape))
     self.element_ty = element_ty
     self.shape = like.shape
@@ -115,7 +116,7 @@ def _extent_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
-    """As it was, with one shape for all values that have it."""
+    """The original, with one shape for all values that have it."""
     self.handle = handle
     self.type = type
     self.dtype = type.scalar
@@ -123,7 +124,7 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 def _has_same_values(self: Any, other: Any) -> Any:
-    """As it was, without a tuple made of the other one."""
+    """The original, without a copy of the tuple."""
     other = other.value if isinstance(other, tl.constexpr) else other
     is_sequence = isinstance(other, (list, tuple, tl.core.tuple))
     return tl.constexpr(is_sequence and self.values == list(other))

@@ -1,6 +1,6 @@
-"""Every architecture that has a model here, in the shapes and options that its checkpoints come in.
+"""Every architecture that has a model here, in the shapes and options of its checkpoints.
 
-A module a family, each with `VARIANTS`; `test_architectures` proves them all, and docs/models.md lists them.
+Each module is a family with its `VARIANTS`; `test_architectures` tests them all, and docs/models.md lists them.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tests.parity.checkpoints import Family
 
 
 class Variant(NamedTuple):
-    """One checkpoint to be: a family's model with some fields of its config set."""
+    """A checkpoint to make: a family's model with some fields of its config set."""
 
     architecture: str
     name: str
@@ -23,7 +23,7 @@ class Variant(NamedTuple):
 
 
 PARTLY_TORCH = frozenset({"DeepseekV4ForCausalLM", "Gemma3nForCausalLM", "PhimoeForCausalLM"})
-"""Architectures of which torch computes a part where the CPU's operators compute the others whole."""
+"""Architectures of which torch computes a part, where the CPU's operators compute others completely."""
 
 DERIVED = frozenset(
     {
@@ -44,7 +44,7 @@ DERIVED = frozenset(
 
 
 def short_form(variants: Sequence[Variant], *, without: frozenset[str] = frozenset()) -> list[Any]:
-    """All variants, of which the long form alone has those of `without`, and all but the first of each `DERIVED`."""
+    """All variants; those of `without`, and all but the first of each `DERIVED`, are in the long form only."""
     seen: set[str] = set()
     cases = []
     for each in variants:
@@ -55,9 +55,9 @@ def short_form(variants: Sequence[Variant], *, without: frozenset[str] = frozens
 
 
 def first_of_each(variants: Sequence[Variant], *, without: frozenset[str] = frozenset()) -> pytest.MarkDecorator:
-    """Parametrizes `variant`, a fixture; in the short form, by the first variant of each architecture.
+    """Parametrises `variant`, a fixture; in the short form, by the first variant of each architecture.
 
-    `without`: architectures that only the long form has.
+    `without`: architectures that are in the long form only.
     """
     seen: set[str] = set(without)
     cases = []
