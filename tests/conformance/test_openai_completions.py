@@ -46,7 +46,8 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI, model: 
 
 def test_usage_can_come_with_every_chunk(client: openai.OpenAI, model: str) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    with complete(client, model, stream=True, stream_options=options) as stream:
+    story = {"prompt": "Once upon a time", "max_tokens": 100, "extra_body": {"ignore_eos": True}}
+    with complete(client, model, stream=True, stream_options=options, **story) as stream:
         counts = [chunk.usage.completion_tokens for chunk in stream if chunk.usage]
     assert len(counts) > 2
     assert counts == sorted(counts)
