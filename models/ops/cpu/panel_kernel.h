@@ -285,7 +285,7 @@ TARGET static void NAME(round)(const float *sums, const float *bias, int64_t cou
 /* Without loads, and with so many sums that none waits for the one before. The factors are no powers of two: a
  * processor that computes with zeros or ones takes less power, and may run faster than with any model's numbers. */
 TARGET static int64_t NAME(spin)(int64_t rounds, float *sums) {
-    enum { CHAINS = 16 };
+    enum { CHAINS = SUMS > 8 ? 16 : 12 }; /* as registers hold */
     NAME(floats) s[CHAINS];
     NAME(words) x = (NAME(words)){0} + 0x3f9d3faeu, w = (NAME(words)){0} + 0xbf8b3fc7u;
     for (int i = 0; i < CHAINS; i++) s[i] = (NAME(floats)){0};
