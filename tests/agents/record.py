@@ -50,6 +50,7 @@ _KEPT = frozenset(
             "syntax",
             "encrypted_content",
             "detail",
+            "display",
         ),
     )
 )

@@ -309,7 +309,7 @@ RECORDS = Path(__file__).parents[1] / "agents"
 RECORDED = [
     pytest.param(json.loads(line), id=f"{file.stem}-{number}")
     for file in sorted(RECORDS.glob("*.jsonl"))
-    if file.stem != "claude_code"
+    if file.stem != "claude-code"
     for number, line in enumerate(file.read_text().splitlines())
 ]
 ACCEPTED = re.compile(r"tools\[\d+\] \(\w+\)|reasoning \(encrypted_content of another server\)")
@@ -356,4 +356,4 @@ def test_what_agents_sent_is_answered(http: httpx.Client, recorded: dict[str, An
 
 def test_every_agent_that_the_page_names_was_recorded() -> None:
     names = {file.stem for file in RECORDS.glob("*.jsonl")}
-    assert {"claude_code", "codex", "coding-agents", "aider", "qwen-code", "pi"} <= names
+    assert {"claude-code", "codex", "coding-agents", "aider", "qwen-code", "pi"} <= names

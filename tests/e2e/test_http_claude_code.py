@@ -19,7 +19,7 @@ from tests.e2e.kaon_server import MODEL
 from tests.e2e.scripted_server import ScriptedServer
 
 RECORDED = [
-    json.loads(line) for line in (Path(__file__).parents[1] / "agents" / "claude_code.jsonl").read_text().splitlines()
+    json.loads(line) for line in (Path(__file__).parents[1] / "agents" / "claude-code.jsonl").read_text().splitlines()
 ]
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 DONE = r"<\|im_start\|>assistant\n$"
@@ -66,7 +66,7 @@ class Agent:
         """The message that answers `content`, assembled from the stream as the client does."""
         self.messages.append({"role": "user", "content": list(content)})
         fields = RECORDED[0]["body"]
-        line = f"x-anthropic-billing-header: cc_version=2.1.197.{next(self._number):03x}; cc_entrypoint=cli;"
+        line = f"x-anthropic-billing-header: cc_version=2.1.332.{next(self._number):03x}; cc_entrypoint=cli;"
         body = {
             **fields,
             "model": MODEL,
@@ -126,7 +126,8 @@ def test_a_loop_of_three_turns_calls_tools_and_keeps_its_prefix(http: httpx.Clie
     agent = Agent(http)
     first = agent.turn(text("Change the file."))
     thought, said, read, run = first["content"]
-    assert (thought["type"], thought["thinking"]) == ("thinking", "First I read, “as always”.")
+    # Claude Code asks for `display: omitted`: the signature alone carries the thought to the next turn.
+    assert (thought["type"], thought["thinking"], bool(thought["signature"])) == ("thinking", "", True)
     assert said == text("I read.")
     assert [(each["name"], each["input"]) for each in (read, run)] == [
         ("Read", {"file_path": "a.txt"}),
@@ -165,10 +166,11 @@ def test_thinking_that_was_changed_on_its_way_is_refused(http: httpx.Client) -> 
 @pytest.mark.parametrize("number", range(len(RECORDED)))
 def test_what_claude_code_sent_is_answered(http: httpx.Client, number: int) -> None:
     recorded = RECORDED[number]
-    answer = http.post(recorded["path"], json={**recorded["body"], "model": MODEL}, headers=recorded["headers"])
+    body = {**recorded["body"], "model": MODEL, "stream": True}
+    answer = http.post(recorded["path"], json=body, headers=recorded["headers"])
     assert answer.status_code == 200, answer.text
     assert assembled(answer.content)["content"] == [text("Hello.")]
-    whole = http.post(recorded["path"], json={**recorded["body"], "model": MODEL, "stream": False})
+    whole = http.post(recorded["path"], json={**body, "stream": False})
     assert whole.json()["content"] == [text("Hello.")]
     counted = {name: recorded["body"][name] for name in ("messages", "system", "tools", "thinking")}
     count = http.post("/v1/messages/count_tokens?beta=true", json={**counted, "model": MODEL}).json()["input_tokens"]
