@@ -1,10 +1,11 @@
-/* Causal attention over the paged cache, decodes and prompts alike (Dao et al., 2022, over pages; Milakov and
- * Gimelshein, 2018, for the softmax in one pass).
+/* Causal attention over the paged cache, for decodes and prompts (Dao et al., 2022, over pages; Milakov and Gimelshein,
+ * 2018, for the softmax in one pass).
  *
- * Keys lie as [block, kv head, key, dim], values as [block, kv head, pair of keys, dim, 2]: both as they are
- * multiplied. Queries are taken by 16 columns, a column a head of a query, with the heads that share a key together.
- * Keys are taken 256 at a time from position 0, and the softmax begins anew every SPLIT keys: what a query adds up,
- * and in which order, depends on its position alone. Keys that it does not see have weight 0. */
+ * Keys are stored as [block, kv head, key, dim], values as [block, kv head, pair of keys, dim, 2]: both in the order in
+ * which they are multiplied. Queries are processed in tiles of 16 columns; a column is a head of a query, and heads
+ * that share a key are in the same tile. Keys are processed 256 at a time from position 0, and the softmax restarts
+ * every SPLIT keys: the terms of a query's sums, and their order, depend on its position alone. Keys to which a query
+ * does not attend have weight 0. */
 
 #include <math.h>
 
@@ -13,14 +14,15 @@
 #include "panels.h"
 #include "vectors.h"
 
-#define OF_PAIR 4 /* lines that are fetched while a pair of keys' values is copied */
+#define OF_PAIR 4 /* lines that are prefetched while a pair of keys' values is copied */
 
 void begin(struct seen *seen, int64_t count, int64_t dim) {
     for (int lane = 0; lane < LANES; lane++) seen->most[lane] = -INFINITY, seen->total[lane] = 0;
     memset(seen->sums, 0, count * value_size(dim) * sizeof(float));
 }
 
-/* What is compiled for several processors is static, here and elsewhere: the library would offer it to others else. */
+/* Functions that are compiled for several processors are static, here and elsewhere: otherwise the library would export
+ * them. */
 CLONES static void add_seen(struct seen *into, const struct seen *from, int64_t count, int64_t dim) {
     vector most = larger(load(into->most), load(from->most)), base = choose(most == -INFINITY, all(0), most);
     vector old = exp2_of(load(into->most) - base), new = exp2_of(load(from->most) - base);
@@ -58,7 +60,7 @@ void write_out(const struct attention *op, const struct seen *seen, int64_t colu
     divide_sums(op, seen, column, head, to);
 }
 
-/* What a thread needs: for a task, and for one more tile, of one of the rows that share. */
+/* A thread's memory: for a task, and for one more tile, of one of the rows that share keys. */
 struct room {
     struct seen all[TILES + 1], split[TILES + 1];
     ALIGNED float queries[(TILES + 1) * LANES * MAX_HEAD_DIM]; /* or bfloat16 */
@@ -77,7 +79,7 @@ struct values values_of_tiles(const bf16 *tiles, const struct units *units, int6
     return made;
 }
 
-/* As they lie in the cache. */
+/* In the order of the cache. */
 static struct values values_in_place(const struct units *units, int64_t dim) {
     struct values made = {.pair_stride = 2 * dim, .block_stride = 2 * LANES, .last_block = 2 * (dim - LANES)};
     memcpy(made.at, units->at, sizeof made.at);
@@ -88,7 +90,7 @@ static struct values values_in_place(const struct units *units, int64_t dim) {
 CLONES static void gather(const struct units *values, int64_t dim, bf16 *tiles, struct fetches *ahead) {
     for (int unit = 0; unit < UNITS; unit++) {
         bf16 *to = tiles + unit / 2 * SPAN * value_size(dim) + unit % 2 * UNIT * LANES;
-        if (!values->at[unit] && !values->at[unit ^ 1]) continue; /* no column sees the span */
+        if (!values->at[unit] && !values->at[unit ^ 1]) continue; /* no column attends to the span */
         for (int pair = 0; pair < UNIT / 2; pair++, to += 2 * LANES) {
             if (values->at[unit]) fetch_lines(ahead, OF_PAIR);
             for (int64_t i = 0; i < dim; i += LANES) {
@@ -115,12 +117,12 @@ static void stage_queries(const struct task *task, const struct attention_produc
     products->turn(columns, task->op->dim, staged);
 }
 
-/* Every column of a task meets the keys of a step. */
+/* Multiply every column of a task by the keys of a step. */
 static void take_step(const struct task *task, const struct attention_products *products, int64_t first_key,
                       const struct units *keys, const struct units *values, struct fetches *ahead,
                       struct room *room) {
     int64_t dim = task->op->dim, value_dim = task->op->value_dim;
-    /* The few columns of a decode take values from the cache itself. */
+    /* The few columns of a decode read values from the cache itself. */
     int is_gathered = task->tiles > products->tiles_in_place;
     struct values from = is_gathered ? values_of_tiles(room->values, values, value_dim) : values_in_place(values, value_dim);
     for (int64_t tile = 0; tile < task->tiles; tile += PAIR) {
@@ -137,7 +139,7 @@ static void take_step(const struct task *task, const struct attention_products *
     }
 }
 
-/* Columns of which the first sees the keys before `context`, in tiles from a place of the room on. */
+/* The columns, the first of which attends to the keys before `context`, in tiles from an offset of the memory on. */
 static void place_columns(struct task *task, const struct attention_products *products, int64_t context,
                           struct room *room, int64_t place) {
     const struct attention *op = task->op;
@@ -152,7 +154,8 @@ static void place_columns(struct task *task, const struct attention_products *pr
     task->least = task->columns[0].least, task->past = task->columns[task->tiles - 1].past;
 }
 
-/* The columns meet the keys from `first_key` on, the first of a step. A split that is not at its end is left open. */
+/* Multiply the columns by the keys from `first_key` on, the first of a step. A split that is not complete stays
+ * open. */
 static void meet_keys(const struct task *task, const struct attention_products *products, int64_t first_key,
                       const struct task *after, struct ahead *ahead, struct room *room) {
     struct units keys, values;
@@ -170,7 +173,7 @@ static void meet_keys(const struct task *task, const struct attention_products *
     }
 }
 
-/* What the columns saw, to the output. */
+/* Write the columns' results to the output. */
 static void finish(const struct task *task) {
     const struct attention *op = task->op;
     for (int64_t tile = 0; tile < task->tiles; tile++) {
@@ -199,15 +202,15 @@ static void attend(struct task *task, const struct task *after, struct ahead *ah
     finish(task);
 }
 
-/* What one column has seen. */
+/* The result of one column. */
 CLONES static void copy_seen(const struct seen *from, int64_t column, struct seen *to, int64_t place, int64_t dim) {
     to->most[place] = from->most[column], to->total[place] = from->total[column];
     int64_t size = value_size(dim);
     memcpy(to->sums + place * size, from->sums + column * size, size * sizeof(float));
 }
 
-/* Rows of one token each whose first `shared` keys are the same: these meet the columns of all, then each row goes on.
- * A column adds up the same in the same order as alone. */
+/* Rows of one token each whose first `shared` keys are the same: the columns of all rows are multiplied by these, then
+ * each row continues. A column's sums have the same order as alone. */
 static void attend_together(struct task *task, const struct step *step, struct worker *worker) {
     const struct attention_products *products = attention_products(worker->isa);
     int64_t row = task->row, rows = task->rows, shared = task->shared;
@@ -223,7 +226,7 @@ static void attend_together(struct task *task, const struct step *step, struct w
     for (int64_t i = 0; i < rows; i++) {
         own.blocks = step->block_tables + (row + i) * step->max_blocks, own.start = task->start + i;
         place_columns(&own, products, step->seq_lens[row + i] - 1, room, TILES);
-        begin_tiles(&own); /* the lanes without a column */
+        begin_tiles(&own); /* the unused lanes */
         for (int64_t head = 0; head < task->group; head++) {
             int64_t column = i * task->group + head, tile = column / LANES;
             copy_seen(&task->all[tile], column % LANES, own.all, head, dim);
@@ -234,9 +237,9 @@ static void attend_together(struct task *task, const struct step *step, struct w
     }
 }
 
-/* Tasks: by row, or rows that share their first keys, and by KV head, whose keys then stay near, some columns each. What
- * a thread has next is fetched meanwhile. It is taken early where many are left; of the last ones, which another thread
- * may be free for first, it is what this one will have if all take turns. */
+/* Tasks: for each row, or rows that share their first keys, and for each KV head, whose keys then stay in the cache,
+ * some columns. The keys of a thread's next task are prefetched meanwhile. The task is taken early if many are left;
+ * for the last tasks, which another thread may take first, it is the one that this thread gets if all take turns. */
 void attention(const void *arguments, const struct step *step, struct worker *worker) {
     const struct attention *op = arguments;
     struct cursor at = {0}, later_at = {0};

@@ -1,22 +1,22 @@
 /* The two products of attention and the softmax between them, for each instruction set. Called by attention.c.
  *
- * One or two tiles of 16 columns, each a head of a query, meet up to 256 keys at once: sixteen units of 16, which lie
- * wherever their blocks do, taken by spans of 32. */
+ * One or two tiles of 16 columns, each a head of a query, are multiplied by up to 256 keys at once: sixteen units of
+ * 16, at the addresses of their blocks, in spans of 32. */
 
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
 #include "operators.h"
 
-#define UNIT LANES /* keys that lie together */
+#define UNIT LANES /* keys that are adjacent */
 #define UNITS 16   /* of a step */
 #define KEYS (UNIT * UNITS)
-#define SPAN DEPTH /* keys that one step of a product takes */
+#define SPAN DEPTH /* keys that one step of a product multiplies */
 #define PAIR 2     /* tiles of columns */
-#define MAX_VALUE_DIM 512 /* elements of a value, which of latents are more than of heads */
-#define SPLIT 1024        /* keys after which the softmax begins anew */
+#define MAX_VALUE_DIM 512 /* elements of a value; latents have more than heads */
+#define SPLIT 1024        /* keys after which the softmax restarts */
 
-/* Where a step's keys or values are; NULL: no query sees these. */
+/* Addresses of a step's keys or values; NULL: no query attends to these. */
 struct units {
     const bf16 *at[UNITS];
 };
@@ -31,8 +31,8 @@ static inline const bf16 *vector_at(const struct paged *pages, const int32_t *bl
 #define AT_ONCE 4   /* lines */
 
 /* The keys and values of a later step that are still to be prefetched. Computation issues a few prefetches at a time:
- * all at once would fill the processor's load buffers and stall it. They take a line of each of several units in turn,
- * so that the processor's own prefetcher, which goes ahead within each page that it sees read in order, reads all these
+ * all at once would fill the processor's load buffers and stall it. They read a line of each of several units in turn,
+ * so that the processor's own prefetcher, which continues within each page that it sees read in order, reads all these
  * pages at once. */
 struct fetches {
     const char *at[2 * UNITS]; /* padded with the last one to a multiple of AT_ONCE */
@@ -42,7 +42,7 @@ struct fetches {
     struct fetches *then;      /* of the step after that one, or NULL */
 };
 
-/* Prefetch so many lines more, a multiple of AT_ONCE. */
+/* Prefetch `lines` more lines, a multiple of AT_ONCE. */
 static inline void fetch_lines(struct fetches *ahead, int lines) {
     while (lines > 0 && ahead) {
         if (ahead->first == ahead->units) {
@@ -72,19 +72,19 @@ struct seen {
 
 struct columns {
     int64_t count;
-    ALIGNED int32_t last[LANES], first[LANES]; /* positions of the keys that each sees; the unused see what 0 does */
+    ALIGNED int32_t last[LANES], first[LANES]; /* keys to which each attends; unused like column 0 */
     int64_t least, past;                       /* of all */
-    int64_t always_from, always_past;          /* what each of them sees */
+    int64_t always_from, always_past;          /* of each of them */
 };
 
-/* Products take 32 elements of a key at once, and 16 of a value. A head of another size, of 32 at least, ends with parts
- * that begin earlier, so that nothing past a vector is read: of a key, the elements that were taken before meet zeros;
- * of a value, their sums are made twice, and lie in the next 16. */
+/* Products multiply 32 elements of a key at once, and 16 of a value. A head of another size, of 32 at least, ends with
+ * parts that begin earlier, so that nothing after a vector is read: elements of a key that were multiplied before are
+ * multiplied by zeros; for a value, their sums are computed twice, and stored in the next 16. */
 static inline int64_t query_size(int64_t dim) { return parts(dim, DEPTH) * DEPTH; }
 static inline int64_t value_size(int64_t dim) { return parts(dim, LANES) * LANES; }
 
-/* Where a step's values are, by unit; NULL: no query sees these. Of a unit's pair of keys, 16 elements lie together as
- * [16][2]. Strides and offsets are in elements. */
+/* Addresses of a step's values, by unit; NULL: no query attends to these. In a unit's pair of keys, 16 elements are
+ * adjacent as [16][2]. Strides and offsets are in elements. */
 struct values {
     const bf16 *tiles; /* where they were gathered as tiles [span][dim / 16][16 pairs][16][2], absent ones 0; or NULL */
     const bf16 *at[UNITS];
@@ -92,10 +92,10 @@ struct values {
     int64_t last_block;                /* offset of the last 16 elements */
 };
 
-/* Where processors multiply pairs of bfloat16, queries are [query_size / 32][16 pairs][16 columns][2] of bfloat16, and
- * weights [span][16 columns][32 keys]. Elsewhere they are float32, [dim][16 columns] and [key][16 columns]. */
+/* On processors that multiply pairs of bfloat16, queries are [query_size / 32][16 pairs][16 columns][2] of bfloat16,
+ * and weights [span][16 columns][32 keys]. On others they are float32, [dim][16 columns] and [key][16 columns]. */
 
-/* Queries [16 columns][dim], NULL past the last, to that form. */
+/* Convert queries [16 columns][dim], NULL after the last, to that layout. */
 typedef void turn_queries(const bf16 *const columns[LANES], int64_t dim, void *queries);
 
 /* scores[tile][key][column] = key . query. keys: unit [16][dim]; queries: [tile], 16 * query_size elements each. */
@@ -103,8 +103,8 @@ typedef void score_keys(const struct units *keys, struct spans spans, const void
                         const struct columns *columns, int tiles, int64_t dim, float scores[][KEYS][LANES],
                         struct fetches *ahead);
 
-/* A tile's scores, relative to the largest so far and by the columns' sight, to weights; what was seen before is
- * made relative to it too. */
+/* Convert a tile's scores, relative to the largest so far and with keys masked that a column does not attend to, to
+ * weights; rescale the earlier results to the same maximum. */
 typedef void weigh_keys(const struct attention *op, const struct columns *columns, int64_t first_key,
                         struct spans spans, float scores[KEYS][LANES], struct seen *seen, void *weights,
                         struct fetches *ahead);
@@ -116,7 +116,7 @@ typedef void add_values(const struct values *values, struct spans spans, const v
 
 struct attention_products {
     int64_t bytes;      /* of an element of queries and weights */
-    int tiles_in_place; /* tiles of columns at most that take values from the cache: for more they are gathered first */
+    int tiles_in_place; /* tiles of columns that may read values from the cache; for more, values are gathered */
     turn_queries *turn;
     score_keys *score;
     weigh_keys *weigh;
@@ -134,13 +134,13 @@ void begin(struct seen *seen, int64_t count, int64_t dim);
 /* Merge the state of one split into that of the splits before it. */
 void merge(struct seen *into, const struct seen *from, int64_t count, int64_t dim);
 
-/* Of a row's `columns`, a column a head of a query, the first 16 from `first_column` on. */
+/* The first 16 of a row's `columns` from `first_column` on; a column is a head of a query. */
 struct columns see(const struct attention *op, int64_t first_column, int64_t columns, int64_t context, int64_t group);
 
-/* Of a step, the spans of which columns see a key. Others would weigh nothing. */
+/* The spans of a step that contain a key to which a column attends. All others have weight 0. */
 struct spans in_sight(int64_t first_key, int64_t least, int64_t past);
 
-/* A column's values, by the head's sink. */
+/* Add the head's sink to a column's values. */
 void write_out(const struct attention *op, const struct seen *seen, int64_t column, int64_t head, bf16 *to);
 
 #endif

@@ -1,5 +1,5 @@
-/* The products of attention.h in vectors of WIDTH float32, by processors that multiply no bfloat16: keys and values are
- * widened, queries and weights are float32. Included once for each instruction set, with
+/* The products of attention.h in vectors of WIDTH float32, for processors without bfloat16 products: keys and values
+ * are converted, queries and weights are float32. Included once for each instruction set, with
  *
  *   NAME(x)   the names of this set's functions
  *   TARGET    the attribute by which they are compiled
@@ -44,7 +44,7 @@ TARGET static void NAME(turn)(const bf16 *const columns[LANES], int64_t dim, voi
         for (int64_t i = 0; i < dim; i++) to[i * LANES + lane] = columns[lane] ? widen(columns[lane][i]) : 0;
 }
 
-/* `keys` float32 keys by the first `vectors` of a tile's columns. */
+/* Multiply `keys` float32 keys by the first `vectors` of a tile's columns. */
 TARGET INLINE void NAME(score_keys)(const float *keys, int64_t dim, const float *queries, float scores[][LANES],
                                     int count, int vectors) {
     NAME(floats) s[SUMS][OF_TILE];
@@ -62,7 +62,7 @@ TARGET INLINE void NAME(score_keys)(const float *keys, int64_t dim, const float 
         for (int v = 0; v < vectors; v++) NAME(store)(scores[key] + v * WIDTH, s[key][v]);
 }
 
-/* The columns that are there fill this many vectors. */
+/* Number of vectors of the used columns. */
 #define VECTORS_OF(columns) (int)parts((columns).count, WIDTH)
 
 TARGET static void NAME(score)(const struct units *keys, struct spans spans, const void *queries,
@@ -118,7 +118,7 @@ TARGET static void NAME(weigh)(const struct attention *op, const struct columns 
     }
 }
 
-/* `count` columns by `blocks` times 16 elements, whose sums stay in registers. */
+/* `count` columns times `blocks` times 16 elements, whose sums stay in registers. */
 TARGET INLINE void NAME(add_block)(const struct values *values, struct spans spans, const float *weights, float *sums,
                                    int64_t stride, int count, int blocks, struct fetches *ahead) {
     NAME(floats) s[SUMS][SUMS];

@@ -1,4 +1,4 @@
-/* See attention.h. A column's results do not depend on what the others hold. */
+/* See attention.h. A column's results do not depend on the other columns. */
 
 #include <math.h>
 
@@ -6,12 +6,12 @@
 #include "transpose.h"
 #include "vectors.h"
 
-/* Lines that are fetched at a time where so much is computed. */
+/* Lines that are prefetched at a time, next to this much computation. */
 #define OF_SCORE 16
 #define OF_WEIGH 32
 #define OF_ADD 16
 
-/* Where there is a cap. What scores are to be multiplied by to be powers of two. */
+/* Apply the soft cap, if there is one. Returns the factor that makes scores exponents of 2. */
 CLONES static float cap_scores(const struct attention *op, struct spans spans, float scores[KEYS][LANES]) {
     float scale = (float)op->scale, cap = (float)op->soft_cap;
     for (int key = spans.from * SPAN; cap > 0 && key < spans.past * SPAN; key++)
@@ -23,7 +23,7 @@ static inline int all_see(const struct columns *columns, int64_t first_key) {
     return first_key >= columns->always_from && first_key + SPAN <= columns->always_past;
 }
 
-/* Scores of keys that a column does not see, at minus infinity. */
+/* Set scores of keys to which a column does not attend to minus infinity. */
 CLONES static void hide_keys(const struct columns *columns, int64_t first_key, struct spans spans,
                              float scores[KEYS][LANES]) {
     for (int span = spans.from; span < spans.past; span++) {
@@ -73,7 +73,7 @@ AVX512_BF16 static void turn_avx512(const bf16 *const columns[LANES], int64_t di
 
 #define KEYS_OF_VECTORS 8
 
-/* So many keys by the columns of one or two tiles. */
+/* A number of keys times the columns of one or two tiles. */
 AVX512_BF16 INLINE void score_vectors(const bf16 *keys, const bf16 *queries, int tiles, int64_t dim,
                                       float scores[][KEYS][LANES], int key) {
     __m512 sums[PAIR][KEYS_OF_VECTORS];
@@ -81,7 +81,7 @@ AVX512_BF16 INLINE void score_vectors(const bf16 *keys, const bf16 *queries, int
         for (int i = 0; i < KEYS_OF_VECTORS; i++) sums[tile][i] = _mm512_setzero_ps();
     for (int64_t pair = 0, skipped = 0; pair < dim / 2; pair++) {
         __m512bh q[PAIR];
-        /* The last pairs lie at the end of their 32 elements. */
+        /* The last pairs are at the end of their 32 elements. */
         if (pair == dim / DEPTH * (DEPTH / 2)) skipped = (query_size(dim) - dim) / 2;
         for (int tile = 0; tile < tiles; tile++)
             q[tile] = (__m512bh)_mm512_loadu_si512(queries + tile * LANES * query_size(dim) + (pair + skipped) * LANES * 2);
@@ -109,9 +109,9 @@ AVX512_BF16 static void score_two(const bf16 *keys, const bf16 *queries, int64_t
 }
 
 #define FEW 4       /* columns of a token that is decoded, or fewer */
-#define UNITS_OF_FEW 4 /* units that these meet at once: of one alone, each product waits for the one before */
+#define UNITS_OF_FEW 4 /* units at once: with one, each product waits for the previous one */
 
-/* 32 elements of a unit's keys, of which those from the pair `first` on count. */
+/* 32 elements of a unit's keys, of which those from the pair `first` on are used. */
 AVX512_BF16 INLINE void score_depth(const bf16 *keys, const bf16 *queries, int columns, int64_t dim, int first,
                                     __m512 sums[FEW]) {
     __m512i pairs[UNIT];
@@ -143,8 +143,8 @@ AVX512_BF16 INLINE void put_few(const __m512 sums[FEW], float scores[][LANES]) {
     }
 }
 
-/* Keys of `units` units side by side, by each of a few columns, both constants: the same sums as of 16 columns, in a quarter
- * of the time. */
+/* Keys of `units` units together, times each of a few columns, both constants: the same sums as for 16 columns, in a
+ * quarter of the time. */
 AVX512_BF16 INLINE void score_few(const bf16 *const *keys, int units, const bf16 *queries, int columns, int64_t dim,
                                   float scores[][LANES], struct fetches *ahead) {
     __m512 sums[UNITS_OF_FEW][FEW];
@@ -181,7 +181,7 @@ SCORE_FEW(4, 2)
 SCORE_FEW(4, 3)
 SCORE_FEW(4, 4)
 
-/* The units from `first` to `past`, of which absent ones are left out. */
+/* The units from `first` to `past`, without the absent ones. */
 static void score_units(const struct units *keys, int first, int past, const void *queries, int64_t columns, int64_t dim,
                         float scores[KEYS][LANES], struct fetches *ahead) {
     static few_scorer *const one[FEW] = {score_few1_1, score_few1_2, score_few1_3, score_few1_4};
@@ -208,7 +208,7 @@ static void score_pairs(const struct units *keys, struct spans spans, const void
     }
 }
 
-/* `count` columns by `blocks` times 16 elements, from an offset on, whose sums stay in registers. */
+/* `count` columns times `blocks` times 16 elements, from an offset on, whose sums stay in registers. */
 AVX512_BF16 INLINE void add_block(const struct values *values, int64_t offset, struct spans spans, const bf16 *weights,
                                   float *sums, int64_t stride, int count, int blocks, struct fetches *ahead) {
     __m512 s[8][8];
@@ -236,7 +236,7 @@ AVX512_BF16 INLINE void add_block(const struct values *values, int64_t offset, s
         for (int b = 0; b < blocks; b++) _mm512_storeu_ps(sums + c * stride + b * LANES, s[c][b]);
 }
 
-/* All elements of so many columns, eight or more sums at a time, so that none waits for the one before. */
+/* All elements of a number of columns, eight or more sums at a time, so that none waits for the previous one. */
 #define ADD_COLUMNS(COUNT, BLOCKS)                                                                                    \
     AVX512_BF16 static void add_columns##COUNT(const struct values *values, struct spans spans, const bf16 *weights,  \
                                                float *sums, int64_t dim, struct fetches *ahead) {                     \
@@ -265,7 +265,7 @@ static void add_pairs(const struct values *values, struct spans spans, const voi
         }
 }
 
-/* As exp2_of of vectors.h, with what AVX-512 has for it; 0 below -125, as numbers too small to be normal take long. */
+/* As exp2_of of vectors.h, by instructions of AVX-512; 0 below -125, since subnormal numbers are slow. */
 AVX512_BF16 static inline __m512 exp2_avx512(__m512 x) {
     __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ); /* a NaN does */
     __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
@@ -291,7 +291,7 @@ AVX512_BF16 static void hide_keys_avx512(const struct columns *columns, int64_t 
     }
 }
 
-/* What a column does not see of keys [4][FEW] from `first_key` on, at minus infinity. */
+/* Set scores of keys [4][FEW] from `first_key` on to which a column does not attend to minus infinity. */
 AVX512_BF16 static inline __m512 hide_avx512(__m512 scores, const struct columns *columns, int64_t first_key) {
     __m512i at = _mm512_add_epi32(_mm512_set1_epi32((int)first_key),
                                   _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
@@ -301,7 +301,7 @@ AVX512_BF16 static inline __m512 hide_avx512(__m512 scores, const struct columns
     return _mm512_mask_mov_ps(scores, hidden, _mm512_set1_ps(-INFINITY));
 }
 
-/* The largest, or the sum, of what four keys have for FEW columns, where the sum of all keys is made as for 16. */
+/* The largest, or the sum, of four keys' values for FEW columns, in the order of sums for 16 columns. */
 AVX512_BF16 static inline __m128 largest_of_four(__m512 x) {
     return _mm_max_ps(_mm_max_ps(_mm512_castps512_ps128(x), _mm512_extractf32x4_ps(x, 1)),
                       _mm_max_ps(_mm512_extractf32x4_ps(x, 2), _mm512_extractf32x4_ps(x, 3)));
@@ -322,7 +322,7 @@ AVX512_BF16 static void fade_sums(const struct attention *op, const float *by, u
     }
 }
 
-/* Scores of four keys and FEW columns side by side. */
+/* Scores of four keys and FEW columns together. */
 AVX512_BF16 static inline __m512 load_four(float scores[FEW][LANES]) {
     __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(scores[0])), _mm_load_ps(scores[1]), 1);
     __m256 high = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(scores[2])), _mm_load_ps(scores[3]), 1);
@@ -339,8 +339,8 @@ AVX512_BF16 static inline void store_span(const __m512i keys[4], bf16 *to) {
     _mm512_store_si512(to + 3 * SPAN, _mm512_shuffle_i64x2(odd0, odd1, 0xDD));
 }
 
-/* As weigh_avx512, number for number, for FEW columns: a token that is decoded has no more, and needs a quarter of it.
- * The other columns' weights are left as they are. */
+/* The same results as weigh_avx512, bit for bit, for FEW columns: a decoded token has no more, and needs a quarter of
+ * the time. The other columns' weights are left unchanged. */
 AVX512_BF16 static void weigh_few(const struct attention *op, const struct columns *columns, int64_t first_key,
                              struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights,
                              struct fetches *ahead) {
@@ -385,7 +385,7 @@ AVX512_BF16 static void weigh_few(const struct attention *op, const struct colum
     fade_sums(op, by, fades, seen->sums);
 }
 
-#define CHAINS 4 /* of maxima and sums, so that none waits for the one before */
+#define CHAINS 4 /* of maxima and sums, so that none waits for the previous one */
 
 AVX512_BF16 static void weigh_avx512(const struct attention *op, const struct columns *columns, int64_t first_key,
                                 struct spans spans, float scores[KEYS][LANES], struct seen *seen, void *to,
@@ -475,15 +475,15 @@ AMX static void score_amx(const struct units *keys, struct spans spans, const vo
     (void)columns;
     for (int span = spans.from; span < spans.past; span++) {
         const bf16 *k0 = keys->at[2 * span], *k1 = keys->at[2 * span + 1];
-        /* A unit that is not there is multiplied as the other, and its scores are masked. */
+        /* An absent unit is multiplied like the other one, and its scores are masked. */
         k0 = k0 ? k0 : k1, k1 = k1 ? k1 : k0;
         if (tiles == PAIR) score_span(k0, k1, queries, PAIR, dim, span, scores, ahead);
         else score_span(k0, k1, queries, 1, dim, span, scores, ahead);
     }
 }
 
-/* `blocks` tiles of values, one or two, of the elements from `i` on, by the weights of one or two tiles: as above. The
- * values of a span lie `apart` after those of the one before. */
+/* `blocks` tiles of values, one or two, of the elements from `i` on, times the weights of one or two tiles: as above.
+ * The values of a span are `apart` after those of the previous one. */
 AMX INLINE void add_elements(const bf16 *values, int64_t apart, struct spans spans, const bf16 *weights, int tiles,
                              int blocks, int64_t size, int64_t i, struct seen *seen, struct fetches *ahead) {
     int64_t stride = size * sizeof(float);
@@ -511,10 +511,10 @@ AMX INLINE void add_elements(const bf16 *values, int64_t apart, struct spans spa
     if (tiles == PAIR && blocks == PAIR) _tile_stored(3, others + LANES, stride);
 }
 
-#define OF_UNIT 8 /* lines that are fetched while a unit's values are gathered for two tiles */
+#define OF_UNIT 8 /* lines that are prefetched while a unit's values are gathered for two tiles */
 
-/* Values from the cache as [span][block][16 pairs of keys][16][2], of one or two blocks of 16 elements from `i` on: few
- * enough to stay in the first cache until they are multiplied. */
+/* Gather values from the cache as [span][block][16 pairs of keys][16][2], for one or two blocks of 16 elements from `i`
+ * on: few enough to stay in the L1 cache until they are multiplied. */
 AMX static void gather_blocks(const struct values *from, struct spans spans, int blocks, int64_t dim, int64_t i,
                               bf16 *tiles, struct fetches *ahead) {
     for (int unit = spans.from * SPAN / UNIT; unit < spans.past * SPAN / UNIT; unit++) {

@@ -3,7 +3,7 @@
 #include "attention_tasks.h"
 #include "panels.h"
 
-#define TOGETHER 16    /* units whose lines are fetched in turn */
+#define TOGETHER 16    /* units whose lines are prefetched in turn */
 #define FEW_TOGETHER 4 /* the same on Zen 5: with 16 one core read 18 GB/s instead of 25 */
 
 static int64_t first_key_of(const struct attention *op, int64_t position) {
@@ -29,7 +29,7 @@ struct spans in_sight(int64_t first_key, int64_t least, int64_t past) {
     return (struct spans){(int)from, (int)max64(from, parts(min64(KEYS, past - first_key), SPAN))};
 }
 
-/* Keys, in whole steps, that two rows have in the same blocks and that all their queries see. */
+/* Number of keys, in whole steps, that two rows have in the same blocks and to which all their queries attend. */
 static int64_t common_keys(const struct attention *op, const struct step *step, int64_t row, int64_t other) {
     const int32_t *a = step->block_tables + row * step->max_blocks, *b = step->block_tables + other * step->max_blocks;
     int64_t most = (min64(step->seq_lens[row], step->seq_lens[other]) - 1) / op->block_size, blocks = 0;
@@ -37,7 +37,8 @@ static int64_t common_keys(const struct attention *op, const struct step *step, 
     return blocks * op->block_size & -KEYS;
 }
 
-/* Rows from there on that attend together, at least 1, and to how many keys. Every thread is to have a task. */
+/* Number of rows from there on that attend together, at least 1, and to how many keys. Every thread is to have a
+ * task. */
 static int64_t count_together(const struct attention *op, const struct step *step, int64_t row, int threads,
                               int64_t *shared) {
     int64_t group = op->heads / op->kv_heads, rows = 1;
@@ -71,7 +72,7 @@ int reach_task(const struct attention *op, const struct step *step, int threads,
     return 1;
 }
 
-/* One token and KV head, whose keys are those of the selected blocks up to the token's own. */
+/* One token and KV head, whose keys are those of the selected blocks up to the token's position. */
 static void find_selected(const struct attention *op, const struct step *step, int64_t index, const struct cursor *at,
                           struct task *task) {
     int64_t tokens = at->of_row / op->kv_heads, token = index % tokens, count = 0;
@@ -101,7 +102,7 @@ int find_task(const struct attention *op, const struct step *step, int threads, 
     task->start = step->query_starts[at->row], task->query_len = step->query_starts[at->row + 1] - task->start;
     task->context = step->seq_lens[at->row] - task->query_len;
     task->first_column = first_tile * LANES, task->tiles = min64(TILES, at->tiles - first_tile);
-    /* What is fetched of it first. */
+    /* The part of it that is prefetched first. */
     task->least = 0, task->past = task->shared;
     if (task->rows > 1) return 1;
     int64_t columns = task->query_len * group;
@@ -124,7 +125,7 @@ void locate(const struct task *task, int64_t first_key, struct units *keys, stru
     }
 }
 
-/* Units of keys and of values, one after the other; of each what the smaller of them has. */
+/* Units of keys and of values, alternating, up to the smaller number of both. */
 static struct fetches to_fetch(const struct attention *op, const struct units *keys, const struct units *values) {
     struct fetches made = {.bytes = UNIT * min64(op->dim, op->value_dim) * (int64_t)sizeof(bf16),
                            .together = fetches_far() ? FEW_TOGETHER : TOGETHER};
@@ -136,7 +137,7 @@ static struct fetches to_fetch(const struct attention *op, const struct units *k
     return made;
 }
 
-/* The next step that is known of; of no units where none is. */
+/* The next known step; no units if there is none. */
 static struct fetches look_on(struct ahead *ahead, const struct task *after) {
     if (ahead->task && ahead->first_key >= ahead->task->past) {
         ahead->task = ahead->task == after ? NULL : after;

@@ -5,19 +5,19 @@
 
 #include "attention.h"
 
-#define TILES 16 /* of columns that meet keys while these are near */
+#define TILES 16 /* of columns that are multiplied by keys while these are in the cache */
 
-/* Some columns of one row, or of rows that share what they see here, and one KV head. */
+/* Some columns of one row, or of rows that share their first keys, and one KV head. */
 struct task {
     const struct attention *op;
     int64_t kv_head, group;    /* query heads that share it */
     const int32_t *blocks;     /* of the row */
     int64_t start, query_len;  /* its tokens in the step */
     int64_t context;           /* and before it */
-    const int32_t *selected;   /* blocks of keys, which lie next to each other in the columns' sight; NULL: all keys */
+    const int32_t *selected;   /* blocks of keys, which are adjacent in the columns' order; NULL: all keys */
     int64_t row, rows, shared; /* how many rows share their first keys, 1 for none, and how many keys */
     int64_t first_column, tiles;
-    int64_t least, past;       /* keys that any of the columns sees */
+    int64_t least, past;       /* keys to which any of the columns attends */
     struct columns columns[TILES];
     struct seen *all, *split; /* [tiles], of all splits before this one, and of this one */
     char *queries;
@@ -29,30 +29,30 @@ struct cursor {
     int64_t before, of_row, tiles; /* tasks before the row's, and of it; tiles of its columns */
 };
 
-/* Go on to the row of the task of that number, which is no earlier one; 0 where there are fewer. */
+/* Move to the row of the task with that number, which is not before the current one; returns 0 if there are fewer. */
 int reach_task(const struct attention *op, const struct step *step, int threads, long number, struct cursor *at);
 
 /* The same, and the task. */
 int find_task(const struct attention *op, const struct step *step, int threads, long number, struct cursor *at,
               struct task *task);
 
-/* Where the keys and values of a step from `first_key` on are. */
+/* Addresses of the keys and values of a step from `first_key` on. */
 void locate(const struct task *task, int64_t first_key, struct units *keys, struct units *values);
 
-/* The two steps after the one that is taken, of a thread's tasks. */
+/* The two steps after the current one, among a thread's tasks. */
 struct ahead {
     struct fetches soon, later;
-    const struct task *task; /* of the step after these two, or NULL where that is not known yet */
+    const struct task *task; /* of the step after these two, or NULL while it is unknown */
     int64_t first_key;
 };
 
-/* Before a task's first step, unless what follows that is known from the task before. */
+/* Called before a task's first step, unless its steps are known from the previous task. */
 void begin_task(struct ahead *ahead, const struct task *task, int64_t first_key);
 
-/* Before each step: which two follow. `after`: what is likely the next task, or NULL. */
+/* Called before each step: find the two next ones. `after`: the probable next task, or NULL. */
 void look_further(struct ahead *ahead, const struct task *after);
 
-/* After each step: what is left of the next one is asked for all at once. */
+/* Called after each step: prefetch the rest of the next one. */
 void go_on(struct ahead *ahead);
 
 #endif

@@ -52,8 +52,8 @@ INLINE bits load_keys(const uint32_t *keys) {
     return v;
 }
 
-/* The keys of `count` ids from `first` on, which is after all ids that were offered, so that of an equal key the
- * earlier is the better. COMPARED of them can be read, those past the last as no better than those that count. */
+/* The keys of `count` ids from `first` on, which is after all previous ids, so that of equal keys the earlier is
+ * better. COMPARED of them can be read; those after the last are no better than the others. */
 INLINE void offer_keys(struct best *best, const uint32_t *keys, int64_t first, int64_t count) {
     if (best->count == best->most) {
         bits lowest = load_keys(keys);
@@ -68,8 +68,8 @@ INLINE void offer_keys(struct best *best, const uint32_t *keys, int64_t first, i
     }
 }
 
-/* Rows are cut into pieces, each a task, so that few rows occupy all threads. `ended` counts a row's that are done;
- * whether this was the last, whose thread then sees what the others wrote. */
+/* Rows are divided into pieces, each a task, so that few rows occupy all threads. `ended` counts a row's completed
+ * pieces. Returns whether this was the last, whose thread then sees the results of the others. */
 static inline int is_last_piece(atomic_int *ended, int64_t pieces) {
     return atomic_fetch_add_explicit(ended, 1, memory_order_acq_rel) + 1 == pieces;
 }

@@ -1,13 +1,13 @@
 /* y = x @ weight.T + bias with a weight of codes, see codes.h.
  *
- * Few rows meet a part of a panel that was made bfloat16 just before, in the first cache. For many a whole weight is
- * made bfloat16 first where numbers are scaled, once, and multiplied by as any other: `expand_codes` and `coded_linear`
- * decide alike. */
+ * Few rows are multiplied by a part of a panel right after its conversion to bfloat16, in the L1 cache. For many rows
+ * the whole weight is first converted to bfloat16, if numbers are scaled, and multiplied like any other: `expand_codes`
+ * and `coded_linear` make the same decision. */
 
 #include "codes.h"
 #include "vectors.h"
 
-#define NEAR_STEPS 4  /* of a panel, 8 KiB, that few rows meet at once */
+#define NEAR_STEPS 4  /* bytes of a panel, 8 KiB, that few rows are multiplied by at once */
 #define SIDE_STEPS 2  /* and of each of several */
 #define APART 160     /* between those: at a distance of 4 KiB loads would wait for stores to other panels */
 #define AHEAD 4096    /* bytes between the codes that are read and those that are fetched */
@@ -19,7 +19,7 @@ struct codes_bench {
     bf16 near[MORE_STEPS * STEP];
 };
 
-/* Where a thread is. */
+/* A thread's position. */
 struct place {
     struct codes_bench *bench;
     const struct panel_products *products;
@@ -28,7 +28,7 @@ struct place {
     struct staged staged;
     float *totals; /* [rows][groups] of staged rows, where zero points or a bias are multiplied by them; or NULL */
     bf16 *columns; /* [steps][16 pairs][rows][2], up to 16 rows as `add_columns` takes them; or NULL */
-    const int64_t *tokens; /* which row of x each row is, or NULL */
+    const int64_t *tokens; /* row of x for each row, or NULL */
 };
 
 static struct place prepare(struct worker *worker, const struct codes *codes, int64_t inputs) {
@@ -45,12 +45,12 @@ static struct place prepare(struct worker *worker, const struct codes *codes, in
     return at;
 }
 
-/* Whether so many rows would have each panel made bfloat16 more than twice. */
+/* Whether so many rows would need each panel converted to bfloat16 more than twice. */
 static int expands(enum isa isa, const struct codes *codes, int64_t rows, int64_t inputs) {
     return numbers_of(isa, codes).is_scaled && !codes->order && rows > 2 * rows_to_stage(inputs);
 }
 
-/* As `stage`, with inputs in another order. */
+/* Like `stage`, with inputs in another order. */
 static void stage_in_order(const struct place *at, const struct linear *op, const int32_t *order, int64_t first,
                            int64_t count) {
     int64_t steps = parts(op->in_features, DEPTH), bytes = at->staged.bytes;
@@ -88,7 +88,7 @@ CLONES static void add_up(const struct place *at, const struct codes *codes, int
     }
 }
 
-/* Where some steps of panels become near, and what is fetched while rows meet them. */
+/* Memory for the converted steps of panels, and the lines that are prefetched while rows are multiplied by them. */
 static struct near_panels part_of(const struct place *at, const struct codes *codes, const struct panels *panels,
                                   int64_t first, int64_t some) {
     int64_t later = first * panels->bytes / panels->steps + AHEAD;
@@ -102,7 +102,7 @@ static struct near_panels part_of(const struct place *at, const struct codes *co
                                 .stride = bytes_of_codes(codes->code_kind) / (DEPTH / 2)};
 }
 
-/* Some steps of panels by staged rows, added to their sums [panel][rows][32]. */
+/* Multiply some steps of panels by staged rows, and add to their sums [panel][rows][32]. */
 static void add_part(const struct place *at, const struct codes *codes, const struct panels *panels, int64_t first,
                      int64_t some, int64_t rows, float *sums) {
     int64_t steps = panels->steps;
@@ -123,7 +123,7 @@ static void add_part(const struct place *at, const struct codes *codes, const st
                           min64(GROUP, rows - row), steps, &near, sums + row * PANEL);
 }
 
-/* Staged rows by panels; several where rows are few. */
+/* Multiply staged rows by panels; by several if rows are few. */
 static void multiply_near(const struct place *at, const struct codes *codes, const struct panels *panels,
                           int64_t rows) {
     struct codes_bench *bench = at->bench;
@@ -154,7 +154,7 @@ static void stage_columns(const struct place *at, int64_t count, int64_t steps) 
                        (const bf16 *)at->staged.rows + i * TILE + row * DEPTH + pair * 2, 2 * sizeof(bf16));
 }
 
-/* As `multiply_near`, of up to 16 rows as columns. */
+/* Like `multiply_near`, for up to 16 rows as columns. */
 static void multiply_columns(const struct place *at, const struct codes *codes, const struct panels *panels,
                              int64_t rows) {
     float *sums = at->bench->of_group; /* [panel][32][16] */
@@ -172,7 +172,7 @@ static void multiply_columns(const struct place *at, const struct codes *codes, 
             at->bench->sums[(output / PANEL * rows + row) * PANEL + output % PANEL] = sums[output * LANES + row];
 }
 
-/* `count` rows from `first` on by the panels from `panel` to `past`. */
+/* Multiply `count` rows from `first` on by the panels from `panel` to `past`. */
 static void multiply_panels(const struct linear *op, const struct codes *codes, struct place *at, int64_t first,
                             int64_t count, int64_t panel, int64_t past) {
     int64_t steps = parts(op->in_features, DEPTH);
@@ -197,7 +197,8 @@ static void multiply_panels(const struct linear *op, const struct codes *codes, 
     }
 }
 
-/* Tasks: blocks of rows, of each one share of the panels after the other; or as `linear` by what was expanded. */
+/* Tasks: blocks of rows, each with one share of the panels after the other; or like `linear` with the expanded
+ * weight. */
 void coded_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct coded_linear *coded = arguments;
     int64_t rows = step->num_tokens, inputs = coded->linear.in_features, panels = parts(coded->linear.out_features, PANEL);
@@ -229,7 +230,7 @@ void expand_codes(const void *arguments, const struct step *step, struct worker 
                      coded->expanded + panel * steps * STEP);
 }
 
-/* Tasks: groups that have rows, of each one share of the panels after the other; then what is past the last run. */
+/* Tasks: groups that have rows, each with one share of the panels after the other; then the rows after the last run. */
 void coded_grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct coded_grouped_linear *coded = arguments;
     const struct grouped_linear *op = &coded->grouped;
@@ -248,14 +249,14 @@ void coded_grouped_linear(const void *arguments, const struct step *step, struct
     clear_past_runs(op, step, worker, run.start);
 }
 
-/* A row's scales and zero points of one group to where they lie. */
+/* Copy a row's scales and zero points of one group to their addresses. */
 static void pack_header(const struct coded_pack *op, int64_t row, int64_t group, char *to, int64_t output) {
     int64_t size = bytes_of_scale(op->codes.scales), groups = parts(op->in_features, op->codes.group);
     memcpy(to + output * size, op->row_scales + (row * groups + group) * size, size);
     if (has_zeros(op->codes.code_kind)) to[PANEL * size + output] = op->row_zeros[row * groups + group];
 }
 
-/* And its codes. */
+/* Copy its codes. */
 static void pack_row(const struct coded_pack *op, int64_t row, char *panel, int64_t output) {
     const struct codes *codes = &op->codes;
     const uint8_t *from = op->rows + row * op->row_stride;
@@ -299,7 +300,7 @@ static void pack_pairs(const struct coded_pack *op, int64_t row, char *panel, in
     }
 }
 
-/* Tasks: 16 rows each, as they lie in the packed weight. */
+/* Tasks: 16 rows each, in the order of the packed weight. */
 void coded_pack(const void *arguments, const struct step *step, struct worker *worker) {
     (void)step;
     const struct coded_pack *op = arguments;

@@ -133,7 +133,7 @@ AVX2 INLINE __m256i avx2_int4(__m256i words, int line) {
     return _mm256_or_si256(_mm256_and_si256(moved, _mm256_set1_epi16(0x78)), _mm256_set1_epi16(0x4180));
 }
 
-/* Tables have the two bytes of each number. */
+/* Tables contain both bytes of each number. */
 AVX2 INLINE __m256i avx2_fp4(__m256i words, int line) {
     const __m256i low = twice(_mm_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64));
     const __m256i high = twice(_mm_setr_epi8(0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64));
@@ -145,7 +145,7 @@ AVX2 INLINE __m256i avx2_fp4(__m256i words, int line) {
 }
 
 /* The upper byte of a number has its sign and all but one bit of the exponent, which grows by 120. The codes without an
- * exponent are corrected by tables. Gives elements 0 to 7 and 16 to 23, and the others. */
+ * exponent are corrected by tables. Returns elements 0 to 7 and 16 to 23, and the others. */
 AVX2 INLINE void avx2_fp8(__m256i codes, __m256i words[2]) {
     const __m256i high = twice(
         _mm_setr_epi8(60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61));
@@ -263,8 +263,8 @@ AVX512 INLINE __m512i float_of_bytes(const char *from) {
     return (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
 }
 
-/* The bits of size move to where bfloat16 has them, and the exponent grows by 120. A table has the numbers of codes
- * without one. */
+/* The magnitude bits move to their position in bfloat16, and the exponent grows by 120. A table has the numbers of
+ * codes without an exponent. */
 AVX512 INLINE __m512i avx512_fp8(const char *from) {
     const __m512i tiny = _mm512_zextsi128_si512(
         _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
@@ -364,7 +364,7 @@ AVX512_BF16 INLINE struct line_factors in_line(struct factors of) {
                                  {__builtin_shuffle(of.zeros, low), __builtin_shuffle(of.zeros, high)}};
 }
 
-/* A tile of 4 bits, of which a table has the numbers. Products of a zero point and a scale of 16 bits are exact, so that
+/* A tile of 4 bits, whose numbers are in a table. Products of a zero point and a scale of 16 bits are exact, so that
  * one operation rounds as two would. */
 AVX512_BF16 INLINE void scaled4(const struct factors *by, const char *from, bf16 *to, __m512 table, int is_short) {
     const __m512i mixed = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
@@ -385,7 +385,7 @@ AVX512_BF16 INLINE void scaled4(const struct factors *by, const char *from, bf16
     }
 }
 
-/* A tile of E2M1 by powers of two: exponents add up, but that of 0. */
+/* A tile of E2M1 times powers of two: exponents are added, except that of 0. */
 AVX512 INLINE void scaled_fp4(const char *exponents, const char *from, bf16 *to) {
     const __m512i table = table_of_fp4();
     __m512i grown = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)exponents));
@@ -411,7 +411,7 @@ AVX512_BF16 INLINE void scaled_int8(const struct factors *factors, const char *f
     }
 }
 
-/* As float16, which has as many bits of exponent and more, a code is 2^-8 times its number. */
+/* Read as float16, which has at least as many bits of exponent, a code is 2^-8 times its number. */
 AVX512_BF16 INLINE void scaled_fp8(const struct factors *factors, const char *from, bf16 *to) {
     struct line_factors by = in_line((struct factors){factors->scales * 256, factors->zeros});
     for (int line = 0; line < LANES; line++, from += 2 * LANES, to += 2 * LANES) {
@@ -423,8 +423,8 @@ AVX512_BF16 INLINE void scaled_fp8(const struct factors *factors, const char *fr
     }
 }
 
-/* A tile by one scale. The product of a code's three bits and the scale is rounded whatever the exponent, by which a
- * table's entry grows; another has the numbers of codes without one. */
+/* A tile times one scale. The rounded product of a code's three mantissa bits and the scale is in a table, and the
+ * code's exponent is added to it; another table has the numbers of codes without an exponent. */
 AVX512_BF16 INLINE void scaled_block(float scale, const char *from, bf16 *to) {
     const __m512 eighths = _mm512_setr_ps(8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
     __m256i both = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(eighths, _mm512_set1_ps(scale * 0x1p-9f)));
@@ -460,7 +460,7 @@ AVX512_BF16 static void find_tables(const struct codes *codes, const char *group
     }
 }
 
-/* Four rows of outputs of a tile: of the four words of 32 bits that an output has, those of its inputs in order. */
+/* Four rows of outputs of a tile, from the four words of 32 bits that each output has, in the order of inputs. */
 AVX512 INLINE void put_rows(__m512i words, const __m256i *tables, bf16 *to) {
     const __m512i order = _mm512_set_epi16(7, 6, 7, 6, 7, 6, 7, 6, 5, 4, 5, 4, 5, 4, 5, 4, 3, 2, 3, 2, 3, 2, 3, 2, 1, 0,
                                            1, 0, 1, 0, 1, 0);
@@ -490,10 +490,10 @@ AVX512 static void put_tiles(const __m256i *tables, const char *from, int64_t st
     }
 }
 
-/* How the numbers of a group are made. */
+/* Ways to convert the numbers of a group. */
 enum form { SHORT_INT4, LONG_INT4, SMALL_FP4, ANY_FP4, SYMMETRIC_INT8, ANY_INT8, BLOCK_FP8, ANY_FP8 };
 
-/* Whether all outputs have one scale, by which no number leaves the range of those with an exponent. */
+/* Whether all outputs have one scale, with which every number stays in the range of normal numbers. */
 AVX512 static int is_block(const struct codes *codes, const char *group) {
     struct factors first = factors_of(codes, group, 0), second = factors_of(codes, group, 1);
     vector scale = all(first.scales[0]), size = (vector)((bits)scale & 0x7fffffff);
@@ -508,7 +508,7 @@ AVX512 static enum form form_of(const struct codes *codes, const char *group) {
         __m256i zeros = _mm256_loadu_si256((const void *)(group + PANEL * bytes_of_scale(codes->scales)));
         return _mm256_testz_si256(zeros, zeros) ? SYMMETRIC_INT8 : ANY_INT8;
     }
-    /* So that all products are numbers without a special form. */
+    /* So that all products are normal numbers. */
     __m256i less = _mm256_sub_epi8(_mm256_loadu_si256((const void *)group), _mm256_set1_epi8(2));
     return _mm256_cmpgt_epu8_mask(less, _mm256_set1_epi8(-6)) ? ANY_FP4 : SMALL_FP4;
 }
@@ -582,7 +582,7 @@ void expand_steps(enum isa isa, const struct codes *codes, const char *panel, in
             expand(from, some, to);
         to += some * STEP, first += some;
     }
-    __asm__ volatile("" ::: "memory"); /* To gcc 12 loading a tile reads no memory. */
+    __asm__ volatile("" ::: "memory"); /* gcc 12 assumes that loading a tile reads no memory. */
 }
 
 void expand_rows(const struct codes *codes, const char *panel, int64_t first, int64_t steps, const char *ahead,
@@ -596,7 +596,7 @@ void expand_rows(const struct codes *codes, const char *panel, int64_t first, in
         find_tables(codes, group, tables);
         put_tiles(tables, group + bytes_of_header(codes) + first % in_group * (STEP / 2), some, ahead, to);
     }
-    __asm__ volatile("" ::: "memory"); /* To gcc 12 loading a tile reads no memory. */
+    __asm__ volatile("" ::: "memory"); /* gcc 12 assumes that loading a tile reads no memory. */
 #else
     (void)codes, (void)panel, (void)first, (void)steps, (void)ahead, (void)to;
 #endif

@@ -1,4 +1,4 @@
-/* One row by panels of codes side by side, whose numbers stay in registers. Included once for each instruction set, with
+/* One row times panels of codes together, whose numbers stay in registers. Included once for each instruction set, with
  *
  *   NAME(x)   the names of this set's functions
  *   TARGET    the attribute by which they are compiled
@@ -6,8 +6,8 @@
  *   PANELS    panels at once
  *   PAIRS     whether the processor multiplies pairs of bfloat16: `dot_pairs` is then defined
  *
- * and `words_of`, a line of numbers as bfloat16, or without PAIRS `floats_of`, its even and its odd inputs. A sum has the
- * order of the products in panel_kernel.h. */
+ * and `words_of`, which returns a line of numbers as bfloat16, or without PAIRS `floats_of`, its even and its odd
+ * inputs. A sum has the order of the products in panel_kernel.h. */
 
 #define OF_TILE (LANES / WIDTH) /* vectors of its sums */
 

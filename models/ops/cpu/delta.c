@@ -1,6 +1,6 @@
-/* Gated delta nets (Yang et al., 2025): a short causal convolution, a state that moves towards each token's value under
- * its key, and a gated norm of what the query reads. Token by token, whatever the step holds, so that a row's result
- * does not depend on how it is cut into steps. */
+/* Gated delta nets (Yang et al., 2025): a short causal convolution, a state that moves towards each token's value at
+ * its key, and a gated norm of the query's read. Computed token by token in any step, so that a row's result does not
+ * depend on how it is divided into steps. */
 
 #include <math.h>
 
@@ -19,7 +19,7 @@ struct part {
     float *read;    /* [value_dim] */
 };
 
-/* Where a channel is among those of all heads: all queries', all keys', all values'. */
+/* Index of a channel among those of all heads: all queries', all keys', all values'. */
 static int64_t channel_of(const struct part *part, int64_t channel) {
     const struct delta_net *op = part->op;
     int64_t keys = op->key_dim, values = op->group * op->value_dim, of_keys = op->key_heads * keys;
@@ -51,7 +51,7 @@ static void remember(const struct part *part, const bf16 *state) {
             part->window[i * part->channels + channel] = widen(state[channel_of(part, channel) * kept + i]);
 }
 
-/* The last inputs, the step having ended before `position`. */
+/* Store the last inputs; the step has ended before `position`. */
 static void keep(const struct part *part, int64_t position, bf16 *state) {
     const struct delta_net *op = part->op;
     int64_t kept = op->kernel - 1, channels = 2 * op->key_dim + op->group * op->value_dim;
@@ -62,7 +62,7 @@ static void keep(const struct part *part, int64_t position, bf16 *state) {
         }
 }
 
-/* Each channel over its own last inputs. */
+/* Convolve each channel over its own last inputs. */
 CLONES static void convolve(const struct part *part, const bf16 *x, int64_t position) {
     const struct delta_net *op = part->op;
     int64_t channels = 2 * op->key_dim + op->group * op->value_dim;
@@ -78,7 +78,7 @@ CLONES static void convolve(const struct part *part, const bf16 *x, int64_t posi
     }
 }
 
-/* To the length `wanted`. */
+/* Scale to the length `wanted`. */
 CLONES static void scale_to(float *x, int64_t size, float wanted) {
     float squares = 0;
     for (int64_t i = 0; i < size; i++) squares += x[i] * x[i];
@@ -86,7 +86,7 @@ CLONES static void scale_to(float *x, int64_t size, float wanted) {
     for (int64_t i = 0; i < size; i++) x[i] *= scale;
 }
 
-/* `each`: 1 where every key has a decay of its own, 0 where they have one. */
+/* `each`: 1 if every key dimension has a decay of its own, 0 if they share one. */
 INLINE void recur_columns(const float *before, float *state, const float *q, const float *k, const float *v,
                           const float *decay, int64_t each, float beta, int64_t key_dim, int64_t value_dim, int count,
                           float *read) {
@@ -109,8 +109,8 @@ INLINE void recur_columns(const float *before, float *state, const float *q, con
     for (int i = 0; i < count; i++) store(read + i * LANES, sums[i]);
 }
 
-/* The state before fades into the state after, which may be the same memory, and moves what it holds under the key
- * towards the value; the query reads it afterwards. */
+/* The state before decays into the state after, which may be the same memory, and its value at the key moves towards
+ * the token's value; the query reads it afterwards. */
 CLONES static void recur(const float *before, float *state, const float *q, const float *k, const float *v,
                          const float *decay, int64_t each, float beta, int64_t key_dim, int64_t value_dim,
                          float *read) {
@@ -121,7 +121,7 @@ CLONES static void recur(const float *before, float *state, const float *q, cons
         recur_columns(before + i, state + i, q, k, v + i, decay, each, beta, key_dim, value_dim, 1, read + i);
 }
 
-/* The norm of what was read, behind its gate. */
+/* The norm of the read values, times the gate. */
 CLONES static void write_gated(const struct delta_net *op, const float *read, const bf16 *gate, bf16 *out) {
     vector squares = {0};
     for (int64_t i = 0; i < op->value_dim; i += LANES) squares += load(read + i) * load(read + i);
@@ -137,7 +137,7 @@ static float decay_of(const struct delta_net *op, int64_t head, float a) {
     return expf(-expf(widen(op->a_log[head])) * softplus);
 }
 
-/* One token, by each of the value heads that share the part's key. */
+/* One token, for each of the value heads that share the part's key. */
 static void read_token(const struct part *part, int64_t token, const float *before, float *states) {
     const struct delta_net *op = part->op;
     int64_t keys = op->key_dim, values = op->value_dim, wide = op->group * values;
@@ -155,7 +155,7 @@ static void read_token(const struct part *part, int64_t token, const float *befo
     }
 }
 
-/* Where a token's state goes. */
+/* Address of a token's state. */
 static int64_t slot_after(const struct step *step, int64_t row, int64_t token) {
     return step->states_after ? step->states_after[token] : step->state_slots[row];
 }

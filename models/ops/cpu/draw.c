@@ -1,9 +1,9 @@
-/* Tokens sampled from their logits by the largest score: one pass over each row, and for some rows another of
- * filtered.c. `draw` has the parameters of rows from its caller, `sample_tokens` by the slots of sequences. */
+/* Samples tokens from their logits by the largest score: one pass over each row, and for some rows another of
+ * filtered.c. `draw` gets the parameters of rows from its caller, `sample_tokens` by the slots of sequences. */
 
 #include "draw.h"
 
-/* What WEIGHED tokens weigh together, added up in one order. */
+/* The sum of WEIGHED tokens' weights, in a fixed order. */
 INLINE double mass_of(const uint32_t *keys) {
     doubles even = {0}, odd = {0};
     for (int i = 0; i < WEIGHED; i += 2 * 8) even += weights_of_eight(keys + i), odd += weights_of_eight(keys + i + 8);
@@ -11,7 +11,7 @@ INLINE double mass_of(const uint32_t *keys) {
     return ((even[0] + even[4]) + (even[1] + even[5])) + ((even[2] + even[6]) + (even[3] + even[7]));
 }
 
-/* The masses of a piece's blocks where `masses`, and its top tokens. */
+/* The masses of a piece's blocks if `masses` is set, and its top tokens. */
 CLONES static void read_piece(const struct draw *op, int64_t which, int64_t first, int64_t past, double *masses,
                               struct best *best) {
     const float *logits = op->logits + op->rows[which] * op->stride;
@@ -62,8 +62,8 @@ CLONES static void weigh_entries(const struct best *best, double *weights) {
     }
 }
 
-/* How many of the top tokens, which are in order, the filters leave; -1 where these do not show it. `total` is what the
- * row weighs, of which top-p is a share where top-k leaves all. */
+/* How many of the top tokens, which are in order, pass the filters; -1 if these do not determine it. `total` is the sum
+ * of the row's weights, of which top-p is a fraction if there is no top-k. */
 static int64_t count_kept(const struct draw *op, int64_t which, const struct best *best, double total) {
     int64_t top_k = op->top_k[which], count = best->count, kept = min64(top_k, count), likely = 0;
     double weights[MAX_LARGEST], sum = 0;
@@ -95,7 +95,7 @@ static int64_t draw_from_best(const struct draw *op, int64_t which, const struct
     return winner.token;
 }
 
-/* What the masses of a row's blocks are kept in, where top-p needs them: where top-k filters, the total does not matter. */
+/* Memory of the masses of a row's blocks, if top-p needs them: with top-k, the total does not matter. */
 static double *masses_of(const struct draw *op, int64_t which) {
     int is_weighed = op->filtered[which] && op->top_p[which] < 1 && op->top_k[which] == op->width;
     return is_weighed ? op->masses + which * parts(op->width, WEIGHED) : NULL;
@@ -157,7 +157,7 @@ INLINE vector exp_below_0(vector x) {
     return (vector)(((integers)p + ((integers)shifted << 23)) & ~is_tiny);
 }
 
-/* Weights of the tokens up to `last` in the row's order, 0 of others; returns their sum. */
+/* Weights of the tokens up to `last` in the row's order, 0 for others; returns their sum. */
 CLONES static double weigh_until(const struct draw *op, int64_t which, uint64_t last, float *weights) {
     const float *logits = op->logits + op->rows[which] * op->stride;
     struct scaling by = scaling_of(op, which);
@@ -206,7 +206,7 @@ CLONES static void scale_row(float *row, int64_t count, float factor) {
     for (int64_t i = 0; i < count; i++) row[i] *= factor;
 }
 
-/* Tasks: pieces of rows. The last of a row draws. */
+/* Tasks: pieces of rows. The last one of a row samples. */
 void draw(const void *arguments, const struct step *step, struct worker *worker) {
     const struct draw *op = arguments;
     for (int64_t task; (task = take_task(worker)) < step->num_tokens * op->pieces;) {
@@ -243,15 +243,15 @@ CLONES static float find_peak(const float *logits, int64_t width, int64_t *token
     return peak;
 }
 
-/* Whether a token was met, which it is from now on. */
+/* Returns whether a token has occurred, and marks it. */
 static int is_met(uint64_t *met, int64_t token) {
     uint64_t bit = (uint64_t)1 << token % 64, before = met[token / 64] & bit;
     met[token / 64] |= bit;
     return before != 0;
 }
 
-/* Penalties of the tokens before a position, as engine.sampling.torch_ops has them. A bitmap of the vocabulary marks
- * the tokens that were met: the first two penalties count each once. */
+/* Penalties of the tokens before a position, as in engine.sampling.torch_ops. A bitmap of the vocabulary marks tokens
+ * that have occurred: the first two penalties count each once. */
 static void penalise(const struct sampling *by, int64_t slot, int64_t position, float *logits, int64_t width,
                      uint64_t *met) {
     const int32_t *known = by->known + slot * by->known_stride;

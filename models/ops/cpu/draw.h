@@ -21,7 +21,7 @@ INLINE bits keys_of_scaled(vector scaled) { return (bits)scaled & 0x7fffffff; }
 
 #define LEAST_LIKELY 0x7f800000u /* key of minus infinity */
 
-/* Keys of up to WEIGHED tokens; those past the last are as unlikely as can be. */
+/* Keys of up to WEIGHED tokens; those after the last have the least weight. */
 INLINE void read_keys(const float *logits, int64_t count, struct scaling by, uint32_t *keys) {
     float padded[WEIGHED];
     if (count < WEIGHED) {
@@ -38,10 +38,10 @@ typedef double doubles __attribute__((vector_size(64)));
 typedef uint64_t words __attribute__((vector_size(64)));
 typedef float eight __attribute__((vector_size(32)));
 
-/* e to the x for x of at most 0, within a unit in the last place; 0 below -708, where numbers cease to be normal.
+/* e to the x for x of at most 0, within a unit in the last place; 0 below -708, where results are subnormal.
  *
- * The sum with a large number rounds x / ln 2, and its last bits are the exponent. What is left is less than 0.35:
- * 1 + r + r^2 q(r), q interpolated at Chebyshev's points, 1.6e-17 from it. */
+ * The sum with a large number rounds x / ln 2, and its last bits are the exponent. The rest is less than 0.35: 1 + r +
+ * r^2 q(r), q interpolated at Chebyshev's points, with an error of 1.6e-17. */
 INLINE doubles exp_of_doubles(doubles x) {
     words is_tiny = (words)(x < -708.0); /* minus infinity too, whose remainder is no number */
     doubles shifted = x * 1.4426950408889634 + 6755399441055744.0, n = shifted - 6755399441055744.0;
@@ -60,43 +60,43 @@ INLINE doubles exp_of_doubles(doubles x) {
     return (doubles)(((words)e + ((words)shifted << 52)) & ~is_tiny);
 }
 
-/* The weights of 8 tokens by their keys; the argmax token's is 1. */
+/* The weights of 8 tokens by their keys; the argmax token's weight is 1. */
 INLINE doubles weights_of_eight(const uint32_t *keys) {
     eight scaled;
     memcpy(&scaled, keys, sizeof scaled);
     return exp_of_doubles(-__builtin_convertvector(scaled, doubles));
 }
 
-/* Top tokens among which the end of the kept prefix is searched first: those of a small top-k, or LOOKED_AT. */
+/* Number of top tokens among which the end of the filtered prefix is searched first: a small top-k, or LOOKED_AT. */
 static inline int64_t looked_at(int64_t top_k) { return top_k <= MAX_LARGEST ? top_k : LOOKED_AT; }
 
-#define ALL_KEPT UINT64_MAX /* in place of the entry of the last token that filters leave: there are none */
+#define ALL_KEPT UINT64_MAX /* in place of the entry of the last filtered token: there are none */
 
-/* The tokens that a row's filters leave, which are a prefix of its order. */
+/* The tokens within a row's filters, which are a prefix of its order. */
 struct kept {
     struct best best; /* top tokens of the row */
-    int64_t count;    /* how many of these are all that is left; -1: they do not show it */
-    double total;     /* what the row weighs, where `top_p` is a share of that */
+    int64_t count;    /* how many of these are all that pass; -1: they do not determine it */
+    double total;     /* the row's sum of weights, of which `top_p` is a fraction */
 };
 
-/* Of a row with filters whose pieces were looked at; once a row, as it merges the pieces. */
+/* Computed for a row with filters whose pieces were examined, once, when the pieces are merged. */
 struct kept filter_row(const struct draw *op, int64_t which);
 
-/* What a task does with a piece of a row: it finds the best of it. */
+/* The work of a task on a piece of a row: it finds the best token of it. */
 void look_at_piece(const struct draw *op, int64_t task);
 
-/* The token with the largest score, of a row whose pieces were looked at. `kept`: of a row with filters. `scratch` is a
+/* The token with the largest score, of a row whose pieces were examined. `kept`: for a row with filters. `scratch` is a
  * thread's. */
 int64_t token_of(const struct draw *op, int64_t which, const struct kept *kept, char *scratch);
 
-/* The token with the largest score among those that the filters leave, of a whole row. */
+/* The token with the largest score among those within the filters, of a whole row. */
 int64_t draw_from_whole(const struct draw *op, int64_t which, double total, char *scratch);
 
-/* The last token that the filters leave of a whole row, as an entry. */
+/* The last token within the filters of a whole row, as an entry. */
 uint64_t last_of_whole(const struct draw *op, int64_t which, double total, char *scratch);
 
-/* The weights of a row's tokens, 0 of those that filters leave out, and what they weigh together. The row's pieces were
- * looked at if it has filters. # [width] */
+/* The weights of a row's tokens, 0 for those outside the filters, and their sum. The row's pieces were examined if it
+ * has filters. # [width] */
 double weigh_some(const struct draw *op, int64_t which, const struct kept *kept, char *scratch, float *weights);
 
 INLINE struct scaling scaling_of(const struct draw *op, int64_t which) {

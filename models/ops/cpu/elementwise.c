@@ -1,4 +1,4 @@
-/* What lies between the products of a decoder layer, in float32, rounded once. */
+/* The operations between the products of a decoder layer, in float32, rounded once. */
 
 #include <math.h>
 
@@ -26,12 +26,12 @@ INLINE struct both scaled(struct both v, float by) { return (struct both){v.even
 
 INLINE struct both shifted(struct both v, float by) { return (struct both){v.even + by, v.odd + by}; }
 
-/* Few enough tokens that all threads have some, and an even number, as the values' pairs are. */
+/* Number of tokens of a task, small enough that all threads have some, and even, like the values' pairs. */
 static int64_t tokens_of_task(int64_t tokens, int threads) {
     return tokens < 8 * threads ? 1 : min64(16, tokens / (4 * threads) & -2);
 }
 
-/* Of a row whose squares add up to these. */
+/* The factor of a row with this sum of squares. */
 INLINE float scale_of(struct both squares, int64_t size, float eps) {
     return 1.0f / sqrtf(sum_of(squares.even + squares.odd) / (float)size + eps);
 }
@@ -47,7 +47,7 @@ INLINE struct both squares_of(const bf16 *x, int64_t size) {
 
 INLINE vector as_bf16(vector v) { return (vector)(rounded(v) & 0xffff0000); }
 
-/* The row, scaled and added to its residual, and the squares of the sum. */
+/* Scale the row, add it to its residual, and return the sum of squares. */
 INLINE struct both add_residual(const bf16 *x, bf16 *residual, int64_t size, float by) {
     struct both squares = {{0}, {0}};
     FOR_PARTS(i, width, size, {
@@ -72,7 +72,7 @@ INLINE struct both centred_squares(const bf16 *x, int64_t size, float mean) {
         struct both v = shifted(load_both(x + i, width), -mean);
         squares = plus(squares, times(v, v));
     });
-    /* Of the last part, those past the row's end were as far from the mean as 0 is. */
+    /* In the last part, elements after the row's end had the distance of 0 to the mean. */
     squares.even[0] -= (float)(-size & (2 * LANES - 1)) * mean * mean;
     return squares;
 }
@@ -118,7 +118,7 @@ void rms_norm(const void *arguments, const struct step *step, struct worker *wor
             norm_token(op, token);
 }
 
-/* Tasks: one, as there is so little of it. */
+/* Tasks: one, as there is little work. */
 void position_scales(const void *arguments, const struct step *step, struct worker *worker) {
     const struct position_scales *op = arguments;
     if (take_task(worker) != 0) return;
@@ -150,12 +150,12 @@ void rope_table(const void *arguments, const struct step *step, struct worker *w
     }
 }
 
-/* What is the same for all heads of a token. */
+/* Values that are the same for all heads of a token. */
 struct turn {
     int64_t pairs, dim;
     float offset, eps;
     float by;             /* a factor of the result */
-    int is_rotated_first; /* whether the norm's weight multiplies what is rotated */
+    int is_rotated_first; /* whether the norm's weight multiplies the rotated vector */
     float cos[MAX_HEAD_DIM / 2], sin[MAX_HEAD_DIM / 2]; /* by pair */
 };
 
@@ -177,13 +177,13 @@ INLINE struct both normed(const struct turn *turn, const bf16 *x, const bf16 *we
     return times(v, scaled(shifted(load_both(weight, width), turn->offset), scale));
 }
 
-/* What was rotated, by the norm's weight if that is still due. */
+/* Multiply the rotated vector by the norm's weight, if that is still due. */
 INLINE struct both finished(const struct turn *turn, struct both v, const bf16 *weight, int64_t width) {
     if (weight && turn->is_rotated_first) v = times(v, shifted(load_both(weight, width), turn->offset));
     return scaled(v, turn->by);
 }
 
-/* A head's vector, normalised where there is a weight, its first dimensions rotated by pairs (i, i + pairs). */
+/* Normalise a head's vector, if there is a weight, and rotate its first dimensions by pairs (i, i + pairs). */
 INLINE void turn_head(const struct turn *turn, const bf16 *x, const bf16 *weight, float scale, bf16 *out) {
     int64_t pairs = turn->pairs;
     FOR_PARTS(i, width, pairs, {
@@ -204,7 +204,7 @@ INLINE void turn_head(const struct turn *turn, const bf16 *x, const bf16 *weight
 
 #define HEADS_TOGETHER 8
 
-/* Scales of several heads first: each waits for a chain of sums and roots. */
+/* Scales of several heads first, since each waits for a chain of sums and roots. */
 CLONES static void turn_heads(const struct turn *turn, const bf16 *x, const bf16 *weight, int64_t heads, bf16 *out,
                               int64_t out_step) {
     float scales[HEADS_TOGETHER];
@@ -217,10 +217,10 @@ CLONES static void turn_heads(const struct turn *turn, const bf16 *x, const bf16
     }
 }
 
-/* The values of a pair's first token and its second, next to each other. */
+/* The values of a pair's first and second token, interleaved. */
 CLONES static void store_pair(const bf16 *first, const bf16 *second, int64_t dim, bf16 *to) {
     for (int64_t i = 0; i < dim; i += LANES) {
-        int64_t from = min64(i, dim - LANES); /* the last 16 where these do not divide it */
+        int64_t from = min64(i, dim - LANES); /* the last 16 if the size is no multiple of 16 */
         halves low, high;
         memcpy(&low, first + from, sizeof low);
         memcpy(&high, second + from, sizeof high);
@@ -229,8 +229,8 @@ CLONES static void store_pair(const bf16 *first, const bf16 *second, int64_t dim
     }
 }
 
-/* A token's values, and the next one's where that is of the same pair. The other half of a pair may be another
- * thread's to write: a single token's values go one by one. */
+/* A token's values, and the next one's if it is in the same pair. The other half of a pair may be written by another
+ * thread: a single token's values are written one by one. */
 static void store_values(const struct rope_store *op, int64_t slot, int64_t token, int with_next) {
     int64_t dim = op->value_dim, offset = slot % op->block_size;
     bf16 *to = op->v_cache + slot / op->block_size * op->value_stride + offset / 2 * dim * 2 + offset % 2;
@@ -267,7 +267,7 @@ static void store_tokens(const struct rope_store *op, const struct step *step, i
     }
 }
 
-/* What an earlier owner left behind a block's last token may not be finite, and is multiplied by 0. */
+/* Values of an earlier owner after a block's last token may not be finite, and are multiplied by 0. */
 static void clear_rest(const struct rope_store *op, const struct step *step, int64_t row) {
     int64_t query_len = step->query_starts[row + 1] - step->query_starts[row];
     int64_t last = step->seq_lens[row] - 1, offset = last % op->block_size;

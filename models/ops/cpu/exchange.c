@@ -56,7 +56,7 @@ EXPORTED int kaon_exchange_agree(struct exchange *exchange, int64_t own, int64_t
     return 0;
 }
 
-/* How many tokens of a replica are not padding: at most as many as its part of the memory holds. */
+/* Number of a replica's tokens that are not padding: at most as many as its part of the memory holds. */
 static int64_t tokens_of(const struct share_tokens *op, int64_t replica) {
     return max64(0, min64(said_by(op->exchange, replica), op->most_tokens));
 }

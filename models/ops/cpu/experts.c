@@ -1,5 +1,5 @@
 /* Tokens to their experts and back. The pairs of a token and one of its experts are sorted by expert, so that each
- * expert's weight is read once, by grouped_linear in linear.c; what a token gets back is added up in its own order. */
+ * expert's weight is read once, by grouped_linear in linear.c; a token's results are added in its own order. */
 
 #include <math.h>
 
@@ -11,7 +11,7 @@ static int64_t number(const struct sort_pairs *op, int64_t expert) {
     return expert - op->first + (expert < op->first ? op->experts : 0);
 }
 
-/* One task: it takes less time than sharing it out would. Within an expert pairs stay in the order of tokens. */
+/* One task: it takes less time than distributing it would. Within an expert, pairs stay in the order of tokens. */
 void sort_pairs(const void *arguments, const struct step *step, struct worker *worker) {
     const struct sort_pairs *op = arguments;
     if (take_task(worker) > 0) return;

@@ -1,15 +1,15 @@
-/* A token sampled from what filters leave of a whole row, where that may be most of it, without ordering it.
+/* Samples a token from a whole row with filters, which may admit most of it, without sorting it.
  *
- * Where a prefix of the order ends is looked for in the masses and numbers of tokens whose keys begin alike; then,
- * among those of the one in which it ends, by further bits, until the key is known. Of equal tokens, which may be
- * all, any number is as easily told. */
+ * To find the end of a prefix of the order, the masses and numbers of tokens whose keys have equal leading bits are
+ * computed; then the bucket in which the prefix ends is divided by further bits, until the key is known. This works for
+ * any number of equal tokens, which may be all. */
 
 #include "draw.h"
 
-#define BITS 10                      /* of a key by which a closer look parts tokens */
-#define FIRST_SHIFT (2 * BITS)       /* bits that the first look leaves out */
-#define BUCKETS (1 << (31 - FIRST_SHIFT)) /* of the first look, which has the most */
-#define COPIES 4 /* of a table: no sum waits for that of the token before, which often has the same bucket */
+#define BITS 10                      /* of a key, by which a later pass divides tokens */
+#define FIRST_SHIFT (2 * BITS)       /* bits that the first pass leaves out */
+#define BUCKETS (1 << (31 - FIRST_SHIFT)) /* of the first pass, which has the most */
+#define COPIES 4 /* of a table: no sum waits for that of the previous token, which often has the same bucket */
 
 /* The mass of some tokens, and their number. */
 typedef double tally __attribute__((vector_size(16)));
@@ -47,7 +47,7 @@ static double weight_of(uint32_t key) {
     return weights_of_eight(keys)[0];
 }
 
-/* Tallies by the bits from `shift` on, as many as tell `buckets` apart. The last keys are read as up to 8. */
+/* Tallies by the bits from `shift` on, as many as distinguish `buckets`. The last keys are read as up to 8. */
 CLONES static void tally_keys(const uint32_t *keys, int64_t count, int shift, int64_t buckets, tally *table) {
     memset(table, 0, COPIES * buckets * sizeof(tally));
     for (int64_t i = 0; i < count; i += 8) {
@@ -61,8 +61,8 @@ CLONES static void tally_keys(const uint32_t *keys, int64_t count, int shift, in
         for (int copy = 1; copy < COPIES; copy++) table[bucket] += table[copy * buckets + bucket];
 }
 
-/* The bucket in which a prefix ends that has `before` without it; the last that holds anything where none reaches the
- * goal, as roundings may have it. Adds to `before` the buckets before. */
+/* The bucket in which a prefix ends that contains the earlier buckets; the last non-empty one if none reaches the goal,
+ * because of rounding. Adds the earlier buckets to `before`. */
 static uint32_t bucket_of(struct goal goal, const tally *table, int64_t buckets, tally *before) {
     int part = goal.of == TOKENS ? NUMBER : MASS;
     tally sum = *before;
@@ -75,7 +75,7 @@ static uint32_t bucket_of(struct goal goal, const tally *table, int64_t buckets,
     return last;
 }
 
-/* Those of the keys whose bits from `shift` on are `bits`, which may be put where they were. */
+/* Select the keys whose bits from `shift` on are `bits`; the result may overwrite the input. */
 CLONES static int64_t keep_alike(const uint32_t *keys, int64_t count, int shift, uint32_t bits, uint32_t *alike) {
     int64_t kept = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -125,7 +125,7 @@ static struct prefix apply_filters(const struct draw *op, int64_t which, double 
     int64_t kept = op->top_k[which];
     struct prefix prefix = {0};
     if (op->top_p[which] < 1) {
-        /* A share of what top-k leaves. */
+        /* A fraction of the mass within top-k. */
         double whole = kept < op->width ? find(row, (struct goal){kept, TOKENS}).tally[MASS] : total;
         prefix = find(row, (struct goal){op->top_p[which] * whole, ENOUGH_MASS});
         kept = min64(kept, prefix.tally[NUMBER]);
@@ -146,7 +146,7 @@ CLONES static struct row read_row(const struct draw *op, int64_t which, char *sc
     return row;
 }
 
-/* The prefix's last token that has its key. */
+/* The prefix's last token, which has its key. */
 CLONES static int64_t last_of_prefix(const struct row *row, struct prefix kept) {
     int64_t first = 0, rank = 0, last;
     for (;; first += COMPARED) {

@@ -1,23 +1,23 @@
-/* act(x @ gate.T) * (x @ up.T) of one weight that holds both: what `gated` makes of what `linear` writes, without the
- * memory between. Sums are rounded to bfloat16 before they are gated, so that the two ways agree bit for bit.
+/* act(x @ gate.T) * (x @ up.T) with one weight that contains both: `gated` of the output of `linear`, without the
+ * memory between. Sums are rounded to bfloat16 before they are gated, so that both ways agree bit for bit.
  *
- * With few rows, reading the weight is what takes the time: a thread reads some panels of gates, then theirs of the
- * other half, in the order of memory. With many, each panel is followed by its other: see many_rows.c. */
+ * With few rows, reading the weight takes the time: a thread reads some panels of gates, then theirs of the other half,
+ * in the order of memory. With many, each panel is followed by its other: see many_rows.c. */
 
 #include "operators.h"
 #include "panels.h"
 
-#define MOST_HELD 16 /* panels of gates that wait for theirs of the other half */
+#define MOST_HELD 16 /* panels of gates that wait for those of the other half */
 
-/* A thread's room for it. */
+/* A thread's memory for it. */
 struct gating_room {
     const struct gated_linear *op;
     const struct panel_products *products;
     float *sums; /* `bytes_of_waiting` */
-    bf16 *gates; /* [GROUP][MOST_HELD * PANEL], and of one panel what they gate, and what comes of it */
+    bf16 *gates; /* [GROUP][MOST_HELD * PANEL], and for one panel the values that they gate, and the result */
     bf16 *ups, *gated;
     struct staged staged;
-    int is_large; /* whether rows are many, and the output more than is soon read again */
+    int is_large; /* whether rows are many, and the output is too large to be read again from a cache */
 };
 
 static struct gating_room prepare(const struct gated_linear *op, struct worker *worker, int is_large) {

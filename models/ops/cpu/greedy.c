@@ -1,7 +1,8 @@
-/* The argmax of each row, straight from the product with the head's weight: no logit is stored.
+/* The argmax of each row, directly from the product with the head's weight: no logit is stored.
  *
- * Logits are the sums that linear.c or quantized.c would write, so the choice is the same: the largest, of equal ones the first, and
- * a NaN before all others. Each thread remembers the best of the logits it has seen; then one thread compares these. */
+ * Logits are the sums that linear.c or quantized.c would write, so the choice is the same: the largest, the first of
+ * equal ones, and a NaN before all others. Each thread stores the best of its logits; then one thread compares
+ * these. */
 
 #include <math.h>
 #include <time.h>
@@ -10,13 +11,13 @@
 #include "panels.h"
 #include "quantized.h"
 
-/* What a thread has seen of each row. */
+/* A thread's best logit of each row. */
 struct best_tokens {
     float *peaks;
     int64_t *tokens;
 };
 
-/* Whether `value` takes the place of `peak`, which came before it. A NaN is larger than any number. */
+/* Whether `value` replaces `peak`, which came before it. A NaN is larger than any number. */
 static inline int exceeds(float value, float peak) { return value > peak || (value != value && peak == peak); }
 
 /* Logits [rows][PANEL] of the tokens from `first` on, of which there are `width`. */
@@ -46,7 +47,7 @@ void keep_best(const struct greedy_head *op, float *logits, int64_t row, int64_t
     remember(logits, rows, token, width, (struct best_tokens){op->peaks + at, op->tokens + at});
 }
 
-/* Tasks: blocks of rows, of each one share of the panels after the other. A thread's shares come in order. */
+/* Tasks: blocks of rows, each with one share of the panels after the other. A thread's shares come in order. */
 static void choose(const struct greedy_head *op, const struct step *step, struct worker *worker) {
     const struct panel_products *products = panel_products(worker->isa);
     int64_t rows = step->num_tokens, steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
@@ -100,7 +101,7 @@ static int32_t *known_token(const struct sampling *by, int64_t slot, int64_t pos
     return by->known + slot * by->known_stride + position;
 }
 
-/* One task, on the rows that the head has chosen for. Those that draft further are the first ones. */
+/* One task, on the rows for which the head has chosen tokens. Those that draft further are the first ones. */
 void take_drafts(const void *arguments, const struct step *step, struct worker *worker) {
     const struct take_drafts *op = arguments;
     if (take_task(worker)) return;
@@ -138,7 +139,7 @@ void accept_drafts(const void *arguments, const struct step *step, struct worker
     int64_t *positions = (int64_t *)op->next->positions, most = 0, num_rows = 0;
     int32_t *tables = (int32_t *)op->next->block_tables;
     for (int64_t row = 0; row < verified->num_rows; row++) most = max64(most, op->wanted[row]);
-    /* Rows of as many drafts follow each other as they did. */
+    /* Rows with equal numbers of drafts keep their order. */
     for (int64_t count = most; count > 0; count--)
         for (int64_t row = 0; row < verified->num_rows; row++) {
             int64_t last = verified->query_starts[row], past = verified->query_starts[row + 1];

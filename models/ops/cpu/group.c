@@ -1,15 +1,15 @@
-/* What the ranks of a tensor-parallel group on one host add up and gather, through memory that all of them map.
+/* Sums and gathers of the ranks of a tensor-parallel group on one host, through memory that all of them map.
  *
- * Collectives are numbered. For each a rank writes its part into its own place, publishes the number, waits until all
- * others have, and reads their parts: sums are made by every rank in the order of ranks, so that all have the same
- * bits. Places are doubled: a rank that writes for the second time has seen all others in the collective between, so
- * none still reads. The number of a step's first collective is made of the step's, and in it nothing is moved: ranks
- * that left the last step early meet again there. */
+ * Collectives are numbered. In each, a rank writes its part into its own buffer, publishes the number, waits for all
+ * other ranks, and reads their parts: every rank computes sums in the order of ranks, so that all have the same bits.
+ * There are two buffers: a rank that writes to the same one again has seen all others in the collective between, so
+ * none still reads it. The number of a step's first collective follows from the step's number, and in it no data is
+ * moved: it synchronises ranks that left the last step early. */
 
 #include "operators.h"
 #include "waiting.h"
 
-#define CHUNK (256 << 10) /* bytes of a place: in a core's second cache, with those of a few ranks */
+#define CHUNK (256 << 10) /* bytes of a buffer: it fits in a core's L2 cache, with those of a few ranks */
 #define PAGE 4096
 #define BLOCK 512          /* elements that are summed at a time */
 #define STEP_SHIFT 32
@@ -29,16 +29,16 @@ static char *place_of(const struct group *group, int64_t rank) {
     return group->memory + places_offset(group->size) + (2 * rank + (group->next & 1)) * (int64_t)CHUNK;
 }
 
-/* Bytes of memory that so many ranks share. */
+/* Bytes of memory that a number of ranks share. */
 EXPORTED int64_t kaon_group_bytes(int64_t size) { return places_offset(size) + 2 * size * (int64_t)CHUNK; }
 
-/* The collectives from here on belong to that step. */
+/* The following collectives belong to that step. */
 EXPORTED void kaon_group_begin(struct group *group, int64_t step) {
     group->next = step << STEP_SHIFT;
     group->has_left = 0;
 }
 
-/* Have all ranks leave the step, now or when they next wait. */
+/* Make all ranks leave the step, now or when they next wait. */
 EXPORTED void kaon_group_leave(struct group *group) {
     int64_t mark = (group->next >> STEP_SHIFT) + 1;
     atomic_llong *left = &shared_of(group)->left;
@@ -47,7 +47,7 @@ EXPORTED void kaon_group_leave(struct group *group) {
     group->has_left = 1;
 }
 
-/* Publish this rank's part, and wait for all others'. -1 where a rank has left the step. */
+/* Publish this rank's part, and wait for all others'. -1 if a rank has left the step. */
 static int meet(struct group *group) {
     struct shared *shared = shared_of(group);
     int64_t number = group->next + 1, step = group->next >> STEP_SHIFT;
@@ -65,7 +65,7 @@ static int meet(struct group *group) {
     return 0;
 }
 
-/* Before a collective's part is written. */
+/* Called before a collective's part is written. */
 static int enter(struct group *group) {
     if (group->has_left) return -1;
     if (group->next & (((int64_t)1 << STEP_SHIFT) - 1)) return 0;
@@ -95,8 +95,8 @@ CLONES static void sum_bf16(const struct group *group, int64_t first, int64_t co
     for (int64_t i = 0; i < count; i++) to[first + i] = narrow(sums[i]);
 }
 
-/* The sum of all ranks' `count` elements, in place: float32, or bf16 that is summed as float32 and rounded once.
- * -1 where a rank has left the step; then they hold nothing of use. */
+/* The sum of all ranks' `count` elements, in place: float32, or bf16 that is summed as float32 and rounded once. -1 if
+ * a rank has left the step; then the elements are undefined. */
 EXPORTED int kaon_group_all_reduce(struct group *group, void *x, int64_t count, int64_t is_float) {
     int64_t itemsize = is_float ? sizeof(float) : sizeof(bf16), most = CHUNK / itemsize;
     for (int64_t begin = 0; begin < count; begin += most) {
@@ -115,7 +115,7 @@ EXPORTED int kaon_group_all_reduce(struct group *group, void *x, int64_t count, 
     return 0;
 }
 
-/* All ranks' rows side by side into `out` of rank 0; other ranks have none. -1 as above. */
+/* Concatenate all ranks' rows into `out` of rank 0; other ranks have none. -1 as above. */
 EXPORTED int kaon_group_gather(struct group *group, const char *x, int64_t rows, int64_t row_bytes, char *out) {
     int64_t bytes = rows * row_bytes;
     for (int64_t begin = 0; begin < bytes; begin += CHUNK) {

@@ -11,18 +11,19 @@
 typedef uint16_t bf16;
 
 #define LANES 16  /* float32 of a vector; also rows and columns of an AMX tile */
-#define DEPTH 32  /* bfloat16 of a vector: inputs that one step of a product takes */
-#define PANEL 32  /* outputs that a packed weight keeps together */
+#define DEPTH 32  /* bfloat16 of a vector: inputs that one step of a product multiplies */
+#define PANEL 32  /* outputs that a packed weight stores together */
 #define MAX_HEAD_DIM 512
 #define MAX_LATENT_DIM 640
 #define LINE 64   /* bytes of a cache line */
 
 #define ALIGNED __attribute__((aligned(LINE)))
 
-/* What the loader calls: the build hides all other symbols, so that they cannot collide with other libraries. */
+/* Functions that the loader calls: the build hides all other symbols, so that they cannot collide with other
+ * libraries. */
 #define EXPORTED __attribute__((visibility("default")))
 
-/* Compiled for several processors, of which the dynamic linker picks one. Sums are written lane by lane, so that all
+/* Compiled for several processors, of which the dynamic linker selects one. Sums are written lane by lane, so that all
  * give the same result. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(KAON_SANITIZE)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -51,7 +52,7 @@ typedef uint16_t bf16;
 #define HAS_NEON 0
 #endif
 
-/* Instruction sets, of a processor's architecture by speed: one path of code each. See isa.c. */
+/* Instruction sets of a processor's architecture, in order of speed: each has its own code. See isa.c. */
 enum isa {
     PORTABLE,
     WITH_AVX2,
@@ -64,7 +65,7 @@ enum isa {
     ISAS
 };
 
-/* The step that a program runs on: B rows of T tokens together, as models/attention/backend.py has it. */
+/* The step on which a program runs: B rows with T tokens in total, as in models/attention/backend.py. */
 struct step {
     int64_t num_tokens; /* T */
     int64_t num_rows;   /* B */

@@ -13,9 +13,9 @@ INLINE vector load_values(const float *from, int64_t count) {
     return load(padded);
 }
 
-/* Keys of the values as their bits are ordered: a NaN, unless its sign is set, is the largest. Adding 0 makes of -0
- * a 0; the lower bits of a negative number are turned, so that integers are ordered like the numbers; and then all
- * but the sign, so that the largest has the lowest. */
+/* Keys whose unsigned order is the values' descending order: a NaN, unless its sign is set, is the largest value.
+ * Adding 0 converts -0 to 0; the lower bits of a negative number are inverted, so that integers are ordered like the
+ * numbers; then all bits except the sign are inverted, so that the largest value has the lowest key. */
 INLINE bits keys_of(vector v) {
     integers b = (integers)(v + 0.0f);
     return (bits)(b ^ ((b >> 31) & 0x7fffffff) ^ 0x7fffffff);
@@ -33,7 +33,7 @@ CLONES static void offer_values(struct best *best, const float *values, int64_t 
     }
 }
 
-/* Tasks: pieces of rows. Each has the best of its own; the last of a row compares them. */
+/* Tasks: pieces of rows. Each finds its best values; the last one of a row compares them. */
 void largest(const void *arguments, const struct step *step, struct worker *worker) {
     const struct largest *op = arguments;
     int64_t share = parts(parts(op->width, op->pieces), COMPARED) * COMPARED;

@@ -1,6 +1,6 @@
-/* Latent attention (DeepSeek-V2, 2024) over the paged cache: all heads see the same vectors, whose first elements are
- * also what they add up. Queries are in the latents' space already, whether decoding or in a prompt, so that a row's
- * result does not depend on its company. Otherwise as in attention.c. */
+/* Latent attention (DeepSeek-V2, 2024) over the paged cache: all heads attend to the same vectors, whose first elements
+ * are also the values. Queries are in the latents' space already, in decodes and prompts, so that a row's result does
+ * not depend on the batch. Otherwise as in attention.c. */
 
 #include <math.h>
 
@@ -9,7 +9,7 @@
 #include "panels.h"
 #include "vectors.h"
 
-#define TILES 16 /* of columns that meet keys together */
+#define TILES 16 /* of columns that are multiplied by keys together */
 
 INLINE vector some(const bf16 *from, int64_t width) { return width == LANES ? load_bf16(from) : load_some(from, width); }
 
@@ -48,7 +48,7 @@ static void store_token(const struct latent_store *op, const struct step *step, 
     rotate(op, token, latent + op->rank, cached + op->rank);
 }
 
-/* What an earlier owner left behind a block's last token may not be finite, and is multiplied by 0. */
+/* Values of an earlier owner after a block's last token may not be finite, and are multiplied by 0. */
 static void clear_rest(const struct latent_store *op, const struct step *step, int64_t row) {
     int64_t query_len = step->query_starts[row + 1] - step->query_starts[row], dim = op->rank + op->rope;
     int64_t offset = (step->seq_lens[row] - 1) % op->block_size, rest = op->block_size - 1 - offset;
@@ -69,7 +69,7 @@ void latent_store(const void *arguments, const struct step *step, struct worker 
 /* Some columns of one row. */
 struct latent_task {
     const struct latent_attention *op;
-    struct attention as; /* how the products see it */
+    struct attention as; /* the row in the form that the products use */
     const int32_t *blocks;
     int64_t start, query_len; /* the row's tokens in the step; or one of them, with a window or entries */
     int64_t first_column, tiles, past;
@@ -77,18 +77,18 @@ struct latent_task {
     const int32_t *selected;          /* then these entries, or all */
 };
 
-/* What a thread needs for one. */
+/* A thread's memory for one. */
 struct latent_room {
     struct seen all[TILES], split[TILES];
     ALIGNED float queries[TILES * LANES * MAX_LATENT_DIM]; /* or bfloat16 */
     ALIGNED bf16 values[KEYS * MAX_VALUE_DIM];
     ALIGNED float scores[PAIR][KEYS][LANES];
     ALIGNED float weights[PAIR * KEYS * LANES]; /* or bfloat16 */
-    ALIGNED bf16 keys[KEYS * MAX_LATENT_DIM];   /* of vectors that do not lie together */
+    ALIGNED bf16 keys[KEYS * MAX_LATENT_DIM];   /* of vectors that are not adjacent */
 };
 _Static_assert(sizeof(struct latent_room) <= SCRATCH, "a thread's scratch holds a task");
 
-/* Where a step's keys are. */
+/* Addresses of a step's keys. */
 static void locate(const struct latent_task *task, int64_t first_key, struct units *keys) {
     const struct latent_attention *op = task->op;
     for (int unit = 0; unit < UNITS; unit++) {
@@ -144,7 +144,7 @@ static void stage_queries(const struct latent_task *task, const struct attention
     products->turn(columns, op->dim, staged);
 }
 
-/* Every column of a task meets the keys of a step. */
+/* Multiply every column of a task by the keys of a step. */
 static void take_step(const struct latent_task *task, const struct attention_products *products,
                       struct columns *columns, int64_t first_key, struct latent_room *room) {
     const struct latent_attention *op = task->op;
@@ -217,12 +217,12 @@ static void attend_by_token(const struct latent_attention *op, const struct step
     }
 }
 
-/* Tiles of a task: as many as there is room for, fewer where threads would have none. */
+/* Tiles of a task: as many as fit in memory, fewer if threads would have no task. */
 static int64_t tiles_of_task(const struct latent_attention *op, const struct step *step, int threads) {
     return max64(1, min64(TILES, parts(step->num_tokens * op->heads, LANES * 2 * threads)));
 }
 
-/* Tasks: by row its columns, some tiles at a time; or by token, the last first, which sees most. */
+/* Tasks: for each row its columns, some tiles at a time; or for each token, the last first, which has the most keys. */
 void latent_attention(const void *arguments, const struct step *step, struct worker *worker) {
     const struct latent_attention *op = arguments;
     struct latent_task task = {.op = op};

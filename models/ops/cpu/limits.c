@@ -1,5 +1,5 @@
-/* What this machine can do at most, measured by plain loops: reading memory, and multiplying in registers by what the
- * instruction set multiplies bfloat16 with. Products are compared with both. */
+/* The limits of this machine, measured by plain loops: reading memory, and multiplying in registers by the instruction
+ * that the instruction set uses for bfloat16. Products are compared with both. */
 
 #include "operators.h"
 #include "panels.h"
@@ -31,7 +31,7 @@ void read_limit(const void *arguments, const struct step *step, struct worker *w
     op->sums[worker->thread] = sum; /* Otherwise the compiler could leave out the loop. */
 }
 
-/* Tasks: one for each thread, of so many rounds. */
+/* Tasks: one for each thread, each with a number of rounds. */
 void product_limit(const void *arguments, const struct step *step, struct worker *worker) {
     (void)step;
     const struct product_limit *op = arguments;

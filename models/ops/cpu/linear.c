@@ -1,22 +1,22 @@
 /* y = x @ weight.T + bias, in bfloat16 with float32 sums.
  *
- * A packed weight is made of panels of 32 outputs; a panel of steps of 32 inputs; a step of two tiles of 16 outputs,
- * each [16 pairs of inputs][16 outputs][2], which is what AMX multiplies by and what a vector of pair products reads.
- * So a thread reads its panels in order, once for all rows of a step. Both sizes are filled up with zeros.
+ * A packed weight consists of panels of 32 outputs; a panel of steps of 32 inputs; a step of two tiles of 16 outputs,
+ * each [16 pairs of inputs][16 outputs][2], the operand of AMX and of vectors of pair products. So a thread reads its
+ * panels in order, once for all rows of a step. Both sizes are padded with zeros.
  *
- * A sum runs over the inputs in order, whatever the number of rows: a row's result does not depend on its company. */
+ * A sum runs over the inputs in order, for any number of rows: a row's result does not depend on the batch. */
 
 #include "operators.h"
 #include "panels.h"
 #include "transpose.h"
 
-#define STAGED (768 << 10)   /* bytes of rows that panels meet while they are near */
-#define AHEAD 8192           /* with one group: bytes between what is read of a weight and what is fetched */
+#define STAGED (768 << 10)   /* bytes of rows that are multiplied by panels while they are in the cache */
+#define AHEAD 8192           /* with one group: bytes between the weight's read and prefetched addresses */
 #define AHEAD_OF_FEW 3072    /* and with up to FEWEST_ROWS rows, which are multiplied at once */
 #define AHEAD_OF_ONE 512     /* where panels are read one after the other, see `reads_one_stream` */
 #define FEWEST_ROWS 8
 
-/* Whole groups, or whole tiles where rows are that long. */
+/* Whole groups, or whole tiles if rows are that long. */
 int64_t rows_to_stage(int64_t inputs) {
     int64_t rows = min64(STAGED_ROWS, STAGED / (int64_t)(inputs * sizeof(bf16))), whole = rows < GROUP ? LANES : GROUP;
     return max64(LANES, rows / whole * whole);
@@ -54,13 +54,13 @@ void stage(struct staged *staged, const bf16 *x, int64_t stride, const int64_t *
     else stage_rows(staged, x + first * stride, stride, NULL, count, in_features);
 }
 
-/* A thread's room for a product. */
+/* A thread's memory for a product. */
 struct bench {
     const struct panel_products *products;
     float *sums; /* `bytes_of_waiting` */
     struct staged staged;
-    const int64_t *tokens; /* which row of x each row is, or NULL */
-    int is_large;          /* whether the output is more than is soon read again */
+    const int64_t *tokens; /* row of x for each row, or NULL */
+    int is_large;          /* whether the output is too large to be read again from a cache */
 };
 
 static struct bench prepare(struct worker *worker, int is_large) {
@@ -104,7 +104,7 @@ int64_t multiply_first(const struct panel_products *products, const char *staged
     return 1;
 }
 
-/* `count` rows from `first` on by the panels from `panel` to `past`. */
+/* Multiply `count` rows from `first` on by the panels from `panel` to `past`. */
 static void multiply_panels(const struct linear *op, struct bench *bench, int64_t first, int64_t count, int64_t panel,
                             int64_t past) {
     int64_t steps = parts(op->in_features, DEPTH);
@@ -129,7 +129,7 @@ static void multiply_panels(const struct linear *op, struct bench *bench, int64_
     }
 }
 
-/* Enough to be read in one go, and several tasks a thread, in case one is held up. */
+/* Enough to be read in one go, and several tasks per thread, in case one is delayed. */
 int64_t panels_of_task(int64_t rows, int64_t bytes, int64_t panels, int threads) {
     int64_t share = max64(1, min64(max64(4, (512 << 10) / bytes), panels / (4 * threads)));
     return rows > FEW_ROWS ? max64(share, min64(16, parts(panels, 2 * threads))) : share;
@@ -203,7 +203,7 @@ void clear_past_runs(const struct grouped_linear *op, const struct step *step, s
         memset(op->out + row * op->out_stride, 0, op->out_features * sizeof(bf16));
 }
 
-/* Tasks: groups that have rows, of each one share of the panels after the other; then what is past the last run. */
+/* Tasks: groups that have rows, each with one share of the panels after the other; then the rows after the last run. */
 void grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct grouped_linear *op = arguments;
     int64_t steps = parts(op->in_features, DEPTH), panels = op->out_features / PANEL;
@@ -221,7 +221,7 @@ void grouped_linear(const void *arguments, const struct step *step, struct worke
     clear_past_runs(op, step, worker, run.start);
 }
 
-/* Tasks: heads, of each blocks of rows, of each one share of the panels after the other. */
+/* Tasks: heads, each with blocks of rows, each with one share of the panels after the other. */
 void headed_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct headed_linear *op = arguments;
     int64_t rows = step->num_tokens;
@@ -269,7 +269,7 @@ AVX512 static void pack_tile(const struct pack *op, int64_t from, bf16 *to) {
 }
 #endif
 
-/* Tasks: 16 rows each, as they lie in the packed weight. */
+/* Tasks: 16 rows each, in the order of the packed weight. */
 void pack(const void *arguments, const struct step *step, struct worker *worker) {
     (void)step;
     const struct pack *op = arguments;

@@ -54,7 +54,7 @@ struct winner {
     int64_t token;
 };
 
-/* No winner has a lower score: the token with the largest logit has a scaled logit of 0, and noise of at least
+/* No sampled token has a lower score: the token with the largest logit has a scaled logit of 0, and noise of at least
  * -log(65 log 2). */
 #define NO_WINNER ((struct winner){-3.9, -1})
 #define MAX_NOISE 45.1 /* 65 log 2 */
@@ -67,7 +67,7 @@ static inline void offer_token(struct winner *best, float scaled, int64_t id, st
 #define BOUND_BIAS (127 << 23)
 #define BOUND_SLACK 1e-3 /* more than roundings of scaled logits of at least -50 */
 
-/* What bounds of tokens are compared with that have a chance against the best; they are multiplied by `temperature`. */
+/* The threshold for bounds of tokens that can exceed the best score; bounds are multiplied by `temperature`. */
 INLINE float limit_of(const struct winner *best, float temperature) {
     return (float)((best->score - BOUND_SLACK - 31 * M_LN2) * temperature);
 }
@@ -81,7 +81,7 @@ INLINE vector bounds_of(vector gaps, uint32_t first, struct noise by, float temp
     return gaps - (float)(M_LN2 * 0x1p-23) * temperature * __builtin_convertvector((integers)half - BOUND_BIAS, vector);
 }
 
-/* By the signs of differences, whose comparison some compilers would do lane by lane. */
+/* By the signs of differences, whose comparison some compilers would compute lane by lane. */
 INLINE int any_above(const vector *bounds, int count, float limit) {
     bits above = (bits)(limit - bounds[0]);
     for (int i = 1; i < count; i++) above |= (bits)(limit - bounds[i]);

@@ -1,4 +1,4 @@
-/* The operators by number, and how large their arguments are. */
+/* The operators by number, and the sizes of their arguments. */
 
 #include "operators.h"
 
@@ -81,12 +81,12 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [VERIFY_DRAFTS] = sizeof(struct verify_drafts),
 };
 
-/* By which callers see that they mean the same arguments; 0 for an operator that is not there. */
+/* By this, callers check that they have the same arguments; 0 for an unknown operator. */
 EXPORTED int64_t kaon_bytes_of_arguments(int kind) { return kind < OPERATORS ? bytes_of_arguments[kind] : 0; }
 
 #ifndef KAON_SOURCES
 #define KAON_SOURCES ""
 #endif
 
-/* A hash of the files that this was built of, "" where the build gave none; see setup.py. */
+/* A hash of the source files of this build, "" if the build gave none; see setup.py. */
 EXPORTED const char *kaon_sources(void) { return KAON_SOURCES; }

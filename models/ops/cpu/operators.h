@@ -64,7 +64,7 @@ struct pack {
     bf16 *weight;
 };
 
-/* Rows of a packed weight, by token; 0 for tokens whose rows other ranks hold. */
+/* Rows of a packed weight, by token; 0 for tokens whose rows are on other ranks. */
 struct embed {
     const bf16 *weight;
     bf16 *out; /* [tokens, in_features] */
@@ -74,10 +74,10 @@ struct embed {
     int64_t first_row, num_rows; /* rows of this rank, of a weight that is split over ranks */
 };
 
-/* The norm of each of a token's rows, which lie next to each other: by root mean square, or of the distance to the mean
- * with `is_centred`. With `residual`, the row times `x_scale` is added to that first, which then holds the sum, and
- * without `out` that is all; or with `is_added` the norm is added to it, which then holds the result times `sum_scale`,
- * and `out` is not written. */
+/* The norm of each of a token's rows, which are adjacent: by root mean square, or of the distance to the mean with
+ * `is_centred`. With `residual`, the row times `x_scale` is first added to it, which then holds the sum, and without
+ * `out` nothing else is computed; or with `is_added` the norm is added to it, which then holds the result times
+ * `sum_scale`, and `out` is not written. */
 struct rms_norm {
     const bf16 *x;
     int64_t x_stride;
@@ -111,8 +111,8 @@ struct rope_table {
     double growth, factor;
 };
 
-/* Queries and keys normalised, where they are, and rotated; keys and values into the cache; queries stay in place. With
- * no `kv_heads` nothing is stored: another layer did. */
+/* Normalise queries and keys, if there are norms, and rotate them; store keys and values in the cache; queries stay in
+ * place. With no `kv_heads` nothing is stored: another layer has stored them. */
 struct rope_store {
     bf16 *q;       /* [tokens, heads, dim] */
     const bf16 *k; /* [tokens, kv_heads, dim] */
@@ -137,8 +137,8 @@ struct attention {
     const bf16 *k_cache, *v_cache;
     int64_t heads, kv_heads, dim, value_dim, block_size, block_stride, value_stride; /* as of rope_store */
     double scale;
-    int64_t window;  /* keys that a query sees, its own included; 0: all */
-    int64_t is_chunked; /* whether it sees those of its own chunk of `window` positions */
+    int64_t window;  /* keys to which a query attends, its own included; 0: all */
+    int64_t is_chunked; /* whether it attends only to those of its own chunk of `window` positions */
     double soft_cap; /* 0: none */
     const float *sinks; /* [heads], or NULL */
     const int32_t *selected; /* [tokens, kv_heads, top_k] blocks of keys that are seen, ascending, -1 past the last; or
@@ -153,7 +153,7 @@ struct activation {
 };
 enum { SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU, RELU_SQUARED };
 
-/* The same of rows of gates, and of what they gate. */
+/* The same for rows of gates, and of the values that they gate. */
 struct gated {
     const bf16 *gate; /* [tokens * per_token, size] */
     int64_t stride;
@@ -182,14 +182,14 @@ struct grouped_linear {
     int64_t out_stride;
     const int64_t *counts; /* [groups] rows of each run */
     int64_t groups, in_features, out_features;
-    int64_t per_token; /* rows */
+    int64_t per_token; /* number of rows */
 };
 
 /* Each head's part of a row times the head's weight. */
 struct headed_linear {
     const bf16 *x; /* [tokens, heads, in_features] */
     int64_t x_stride, x_step; /* the second from head to head */
-    const bf16 *weight; /* packed, one after the other, each filled up to a multiple of PANEL outputs */
+    const bf16 *weight; /* packed, one after the other, each padded to a multiple of PANEL outputs */
     bf16 *out;          /* [tokens, heads, out_features] */
     int64_t out_stride, out_step;
     int64_t heads, in_features, out_features;
@@ -206,12 +206,12 @@ struct latent_store {
     const bf16 *norm; /* [rank] */
     double eps;
     const float *cos, *sin; /* as of rope_table */
-    int64_t is_interleaved; /* whether neighbouring dimensions are rotated together, and then lie in halves */
+    int64_t is_interleaved; /* whether adjacent dimensions are rotated together, and then stored in halves */
     bf16 *cache;            /* [blocks, block_size, rank + rope] */
     int64_t block_size, block_stride;
 };
 
-/* Cached vectors of a sequence, one for each `rate` tokens, in the block that has the last of these. */
+/* Cached vectors of a sequence, one for each `rate` tokens, in the block of the last of these tokens. */
 struct paged {
     const bf16 *vectors; /* [blocks, vectors of a block, dim], or NULL */
     int64_t page_stride; /* from block to block */
@@ -236,7 +236,7 @@ struct latent_attention {
     const float *sinks; /* [heads], or NULL */
 };
 
-/* Some dimensions of each head rotated, by pairs of neighbours or of halves, after a norm where `eps` is not 0. */
+/* Some dimensions of each head rotated, by adjacent pairs or by halves, after a norm if `eps` is not 0. */
 struct rotate_heads {
     const bf16 *x; /* [tokens, heads, dim] */
     int64_t x_stride;
@@ -250,9 +250,9 @@ struct rotate_heads {
     int64_t heads, dim;
 };
 
-/* Indexes of the best of the cached keys that a token sees, or of blocks of keys; all of them where they are few enough.
- * With weights a key's score is the sum over heads of weight * relu(q . k), and of equal ones the first is taken.
- * Without, each head selects blocks for itself, each as good as its best key, and takes the last ones always. */
+/* Indexes of the best of the cached keys to which a token attends, or of blocks of keys; all of them if they are few
+ * enough. With weights a key's score is the sum over heads of weight * relu(q . k), and of equal ones the first is
+ * taken. Without, each head selects blocks for itself, each scored by its best key, and always takes the last ones. */
 struct select_keys {
     const bf16 *q; /* [tokens, heads, dim] */
     int64_t q_stride;
@@ -269,7 +269,7 @@ struct select_keys {
 #define MAX_INDEX_DIM 256
 #define MAX_INDEXED (1 << 20) /* keys of a sequence */
 
-/* Concatenates heads, each element times the sigmoid of its gate where there are gates. */
+/* Concatenates heads; each element is multiplied by the sigmoid of its gate if there are gates. */
 struct gate_heads {
     const bf16 *x; /* [tokens, heads, dim] */
     int64_t x_stride, x_step; /* the second from head to head */
@@ -308,7 +308,8 @@ struct float_linear {
     int64_t in_features, out_features;
 };
 
-/* The best experts of a token, of the best groups of experts, and their weights. The first of equal ones is taken. */
+/* The best experts of a token, among the best groups of experts, and their weights. The first of equal ones is
+ * taken. */
 struct route {
     const float *logits; /* [tokens, experts] */
     int64_t stride;
@@ -372,8 +373,8 @@ struct greedy_choice {
 struct accept_drafts {
     const float *peaks;            /* [tokens] as the head wrote them */
     const int64_t *tokens;         /* [tokens] */
-    const struct step *verified; /* B rows, of which each token after the first is a draft */
-    const int64_t *wanted;       /* [B] drafts that each row is to have at most */
+    const struct step *verified; /* B rows, in which each token after the first is a draft */
+    const int64_t *wanted;       /* [B] the most drafts that each row is to have */
     const int64_t *num_blocks;   /* [B] that each row has */
     const int64_t *rows;         /* [B] of `tables` */
     const int32_t *tables;       /* [slots, blocks] */
@@ -384,8 +385,8 @@ struct accept_drafts {
     int64_t *last;          /* [next rows] index of its last accepted token */
     int64_t *counts;        /* [next rows] drafts that it is to have */
     int64_t *slots;         /* [next rows] its entry of `rows` */
-    const struct sampling *by; /* to whose tokens the last one of each of those is added; or NULL */
-    int64_t *num_drafting;  /* [1] how many rows that are */
+    const struct sampling *by; /* to whose tokens the last accepted token of each row is added; or NULL */
+    int64_t *num_drafting;  /* [1] number of these rows */
     double *began;          /* [1] seconds of the monotonic clock, when the drafter's work begins */
 };
 
@@ -455,8 +456,8 @@ struct coded_grouped_linear {
     struct codes codes;
 };
 
-/* Indexes of the k largest values of each row, descending, equal ones by index. `pieces` are the tasks that a row is
- * cut into, here and below, and `ended` counts those that are done. */
+/* Indexes of the k largest values of each row, descending, equal ones by index. `pieces` is the number of tasks of a
+ * row, here and below, and `ended` counts the completed ones. */
 struct largest {
     const float *values; /* [rows, width] */
     int64_t stride, width, pieces;
@@ -468,8 +469,8 @@ struct largest {
 };
 #define MAX_LARGEST 1024
 
-/* For each of some rows the token with the largest score, which is its scaled logit plus its noise, of all tokens or of
- * those that filters leave. Weights are float64. */
+/* For each of some rows the token with the largest score, which is its scaled logit plus its noise, among all tokens or
+ * those within the filters. Weights are float64. */
 struct draw {
     const float *logits; /* [rows of logits, width] */
     int64_t stride, width, pieces;
@@ -488,19 +489,19 @@ struct draw {
     int64_t most;      /* LOOKED_AT, or any top_k of at most MAX_LARGEST that is more */
     atomic_int *ended; /* [rows], 0 */
     int64_t *tokens;   /* [rows] */
-    float *probabilities; /* [rows, width] receives what each token is drawn with, or NULL */
+    float *probabilities; /* [rows, width] receives the distribution from which each token is sampled, or NULL */
 };
 #define WEIGHED 256
 #define LOOKED_AT 64
 
 #define MAX_DRAWN (480 << 10) /* tokens of a row, of which a thread's scratch holds two keys each */
 
-/* Rejection sampling: the drafts of sequences, each of which has some rows of `by` that follow each other, in one piece
- * each. After a rejected draft the tokens of a sequence's rows stay as they are. */
+/* Rejection sampling: the drafts of sequences, each with some adjacent rows of `by`, in one piece each. After a
+ * rejected draft the tokens of a sequence's rows stay unchanged. */
 struct verify_drafts {
     struct draw by;
     const int64_t *firsts;                    /* [sequences + 1] rows */
-    const int64_t *drafts;                    /* [rows] -1: none, the row's token is drawn */
+    const int64_t *drafts;                    /* [rows] -1: none, the row's token is sampled */
     const float **probabilities_of_drafts;    /* [rows] [width] of the draft's distribution */
     const double *numbers;                    /* [rows] uniform, from 0 to 1 */
 };
@@ -543,7 +544,7 @@ struct all_reduce {
     struct group *group;
 };
 
-/* A replica of a group over which experts are split; see exchange.c. */
+/* A replica of a group that divides experts; see exchange.c. */
 struct exchange {
     char *memory;
     int64_t replica, replicas;
@@ -594,7 +595,7 @@ struct on_step {
 struct read_limit {
     const char *memory;
     int64_t bytes;
-    int64_t *sums; /* [threads] of no meaning */
+    int64_t *sums; /* [threads] unused results */
 };
 
 /* A plain loop of products. */
@@ -628,7 +629,7 @@ struct state_space {
     bf16 *out;                        /* [tokens, heads, dim] */
     int64_t out_stride;
     int64_t heads, dim, groups, state;
-    double least, most; /* what time steps are clamped to */
+    double least, most; /* limits to which time steps are clamped */
 };
 
 /* The delta rule alone: a state decays, moves towards each token's value at its key, and is read by its query.
@@ -679,7 +680,7 @@ struct group_norm {
     double eps;
 };
 
-/* Each number times its column's factor, or times `scale`, plus a second matrix where there is one. */
+/* Each number times its column's factor, or times `scale`, plus a second matrix if there is one. */
 struct scale_rows {
     const bf16 *x; /* [tokens * per_token, columns] */
     int64_t x_stride;
@@ -709,16 +710,16 @@ operator headed_linear, latent_store, latent_attention, gate_heads, delta_net;
 
 extern operator *const operators[OPERATORS];
 
-/* Logits [rows][PANEL] from `token` on, of the rows from `row` on; what `greedy_head` has for its thread is kept where it
- * is better. */
+/* Logits [rows][PANEL] from `token` on, of the rows from `row` on; they replace the thread's results of `greedy_head`
+ * where they are better. */
 void begin_greedy(const struct greedy_head *op, int64_t rows, int thread);
 void keep_best(const struct greedy_head *op, float *logits, int64_t row, int64_t rows, int64_t token, int thread);
 
-/* act(gate) * up of PANEL columns; rows of the gates are `stride` apart, the others' PANEL. */
+/* act(gate) * up of PANEL columns; rows of the gates are `stride` apart, those of the others PANEL. */
 void gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups, int64_t rows,
                 bf16 *out);
 
-/* Whether this processor has an instruction set, this build knows it, and the kernel grants it. */
+/* Whether this processor has an instruction set, this build contains it, and the kernel grants it. */
 EXPORTED int kaon_runs(int isa);
 
 /* Called by a thread before it reconfigures its tiles or sleeps. */

@@ -17,7 +17,7 @@ typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
 typedef uint32_t NAME(words) __attribute__((vector_size(WIDTH * 4)));
 typedef uint16_t NAME(shorts) __attribute__((vector_size(WIDTH * 2)));
 
-/* The lines of a weight that are to come from memory next, and how many of them are fetched with four pairs. */
+/* The lines of a weight that are next read from memory, and how many of them are prefetched with four pairs. */
 struct NAME(stream) {
     const char *at;
     int64_t lines;
@@ -28,8 +28,8 @@ TARGET INLINE void NAME(fetch)(struct NAME(stream) *stream) {
     stream->at += stream->lines * LINE;
 }
 
-/* `steps` steps of `rows` rows by `vectors` vectors of outputs, added to their sums. All loops but the outermost are
- * unrolled, as both numbers are known where this is compiled. */
+/* `steps` steps of `rows` rows times `vectors` vectors of outputs, added to their sums. All loops except the outermost
+ * are unrolled, as both numbers are compile-time constants. */
 TARGET INLINE void NAME(add_steps)(const char *x, const bf16 *weight, int64_t steps, float *sums, int rows,
                                    int vectors, struct NAME(stream) *stream) {
     NAME(floats) s[ROWS][VECTORS];
@@ -104,8 +104,8 @@ static NAME(rows_adder) *const NAME(adders)[ROWS] = {
 #endif
 };
 
-/* Several blocks of rows meet a few steps of the weight while these are in the first cache, and each fetches a part of
- * the next few; one block alone goes through the whole panel. */
+/* Several blocks of rows are multiplied by a few steps of the weight while these are in the L1 cache, and each
+ * prefetches a part of the next few; a single block goes through the whole panel. */
 static void NAME(add_blocks)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
                              int64_t ahead, float *sums) {
     int64_t blocks = parts(count, ROWS), at_once = blocks > 1 ? NEAR_STEPS : steps;
@@ -135,8 +135,8 @@ static void NAME(add_any)(const char *staged, int64_t count, int64_t all, const 
             near->first + panel * near->apart, near->steps, sums + row * PANEL, &stream);
 }
 
-/* `rows` rows by `panels` panels side by side, both constants. Parts that are near are added to the sums, others begin
- * with 0: those panels are fetched a few steps ahead, and after their last ones the panels that are read next. */
+/* `rows` rows times `panels` panels together, both constants. Parts in the cache are added to the sums, others begin
+ * with 0: those panels are prefetched a few steps ahead, and after their last ones the panels that are read next. */
 TARGET INLINE void NAME(add_side)(const char *x, const struct near_panels *side, float *sums, int rows, int panels,
                                   int is_near) {
     const bf16 *weight = side->first;
@@ -189,7 +189,7 @@ TARGET INLINE void NAME(add_side)(const char *x, const struct near_panels *side,
                 memcpy(sums + (p * rows + r) * PANEL + v * WIDTH, &s[r][p][v], sizeof s[r][p][v]);
 }
 
-/* As many panels as registers hold the sums of. A function for each number of rows. */
+/* As many panels as have their sums in registers. A function for each number of rows. */
 #define FITTING(rows) (SUMS / VECTORS / (rows) > SIDE_PANELS ? SIDE_PANELS : SUMS / VECTORS / (rows))
 #define PANELS_AT_ONCE(rows) (FITTING(rows) > 1 ? FITTING(rows) : 1)
 #define ADD_SIDE(rows)                                                                                        \
@@ -282,8 +282,8 @@ TARGET static void NAME(round)(const float *sums, const float *bias, int64_t cou
     }
 }
 
-/* Without loads, and with so many sums that none waits for the one before. The factors are no powers of two: a
- * processor that computes with zeros or ones takes less power, and may run faster than with any model's numbers. */
+/* Without loads, and with so many sums that none waits for the previous one. The factors are no powers of two: a
+ * processor that multiplies by zeros or ones takes less power, and may run faster than with any model's numbers. */
 TARGET static int64_t NAME(spin)(int64_t rounds, float *sums) {
     enum { CHAINS = SUMS > 8 ? 16 : 12 }; /* as registers hold */
     NAME(floats) s[CHAINS];

@@ -1,4 +1,4 @@
-/* See panels.h. Each instruction set follows one order of sums whatever `count` is. */
+/* See panels.h. Each instruction set has one order of sums for any `count`. */
 
 #include "panels.h"
 #include "operators.h"
@@ -11,15 +11,15 @@
 #endif
 
 #define STEP_LINES (STEP * (int)sizeof(bf16) / LINE)
-#define SIDE_PANELS 4 /* at most, that few rows meet side by side */
+#define SIDE_PANELS 4 /* largest number that few rows are multiplied by together */
 #define SIDE_AHEAD 2  /* steps by which these are fetched ahead */
-#define NEAR_STEPS 4 /* 8 KiB of a weight, which the first cache keeps with the rows that meet them */
+#define NEAR_STEPS 4 /* 8 KiB of a weight, which stay in the L1 cache together with their rows */
 
 static inline int is_whole_lines(const bf16 *out, int64_t out_stride) {
     return ((uintptr_t)out | out_stride * sizeof(bf16)) % LINE == 0;
 }
 
-/* A line past the caches. */
+/* Store a line with a non-temporal hint. */
 static inline void stream_line(bf16 *out, const bf16 *line) {
 #if HAS_X86
     for (int i = 0; i < PANEL; i += 8) _mm_stream_si128((__m128i *)(out + i), _mm_loadu_si128((const void *)(line + i)));
@@ -95,7 +95,7 @@ AVX512_BF16 INLINE __m512 pairs_dot_pairs(__m512 sum, uint32_t both, bits w) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)both), (__m512bh)w);
 }
 
-/* The line is stored as one vector, so that the next read of it waits for one store. */
+/* The line is stored as one vector, so that its next read waits for one store. */
 AVX512_BF16 INLINE void pairs_narrow_line(const float *sums, const float *bias, bf16 *line) {
     __m512 low = _mm512_add_ps(_mm512_loadu_ps(sums), _mm512_loadu_ps(bias));
     __m512 high = _mm512_add_ps(_mm512_loadu_ps(sums + LANES), _mm512_loadu_ps(bias + LANES));
@@ -130,7 +130,7 @@ ADD_TILE(add_first, 0, 1)
 ADD_TILE(add_second, 2, 3)
 ADD_TILE(add_third, 4, 5)
 
-/* By two, which with their four sums leave room for both tiles of the weight. */
+/* By two tiles, whose four sums leave room for both tiles of the weight. */
 AMX static inline void add_two(const bf16 *x0, const bf16 *x1, const bf16 *weight) {
     _tile_loadd(4, x0, LINE);
     _tile_loadd(6, weight, LINE);
@@ -143,7 +143,7 @@ AMX static inline void add_two(const bf16 *x0, const bf16 *x1, const bf16 *weigh
 }
 
 /* Three tiles of rows at a time, which leave one tile for rows and one for the weight. Rows are read once, past the L1
- * cache, which keeps the weight's tiles for their second use. */
+ * cache, which then keeps the weight's tiles for their second use. */
 AMX static inline void add_three(const bf16 *x0, const bf16 *x1, const bf16 *x2, const bf16 *weight) {
     _tile_stream_loadd(6, x0, LINE);
     _tile_loadd(7, weight, LINE);
@@ -207,8 +207,8 @@ AMX static inline void load_sums(const float *sums, int tiles) {
 #define RUN 8       /* steps of a weight that comes from memory by one tile of rows, then by the next */
 #define OF_FIRST 28 /* of a step's lines, fetched with the first: the others take as long as the rest */
 
-/* Several tiles of rows by a weight that comes from memory. By all at each step it would come a third slower: while the
- * products wait for a step, little is asked for. */
+/* Several tiles of rows times a weight that is read from memory. With all tiles in each step it would be a third
+ * slower: while the products wait for a step, few lines are requested. */
 AMX static void add_runs(const bf16 *x, int tiles, const bf16 *weight, int64_t steps, int64_t ahead) {
     const bf16 *x1 = x + steps * TILE, *x2 = x1 + steps * TILE;
     for (int64_t done = 0; done < steps; done += RUN) {
@@ -226,7 +226,7 @@ AMX static void add_runs(const bf16 *x, int tiles, const bf16 *weight, int64_t s
     }
 }
 
-/* Tiles of rows by a weight that is near, and the work between their steps. */
+/* Tiles of rows times a weight in the cache, and the work between their steps. */
 AMX static inline void add_steps(const bf16 *x, int tiles, const bf16 *weight, int64_t steps,
                                  int64_t all, const struct side_work *side) {
     int64_t row = side->first, each = parts(side->past - row, steps), rows = all * TILE;
@@ -303,7 +303,7 @@ static inline void fetch_tile(const char *soon) {
     for (int line = 0; line < STEP_LINES / 2; line++) _mm_prefetch(soon + line * LINE, _MM_HINT_T0);
 }
 
-/* A step of a panel by the rows in tile 6, and a step of this panel that is to come from memory. */
+/* A step of a panel times the rows in tile 6, and a step of this panel that is to be prefetched. */
 #define SIDE_STEP(LOW, HIGH, weight, soon)           \
     do {                                             \
         _tile_loadd(7, weight, LINE);                \
@@ -314,9 +314,9 @@ static inline void fetch_tile(const char *soon) {
         _tile_dpbf16ps(HIGH, 6, 7);                  \
     } while (0)
 
-/* One tile of rows by three panels that come from memory: several streams keep more lines under way. During the last
- * steps the panels that are read next are fetched. A panel has 16 rows of sums, of which those past `count` lie where
- * the next panel's are stored afterwards. */
+/* One tile of rows times three panels that are read from memory: several streams keep more lines in flight. During the
+ * last steps the panels that are read next are prefetched. A panel has 16 rows of sums, of which those after `count`
+ * are overwritten by the next panel's. */
 AMX static int64_t multiply_side_amx(const char *rows, int64_t count, const bf16 *weight, int64_t panels, int64_t steps,
                                      float *sums) {
     enum { STRIDE = PANEL * sizeof(float) };
@@ -431,9 +431,9 @@ static const struct panel_products amx = {sizeof(bf16), multiply_amx, add_amx, a
                                           multiply_part_amx, pairs_round, pairs_put, spin_amx,
                                           multiply_side_amx, side_panels_amx};
 
-/* Eight tiles of lines: seven of so many rows and one of 16, the weight's; or seven of 16 rows of so many columns.
- * Constants: to gcc 12 the intrinsic reads but the first bytes, so that it would leave out the stores to the rest of a
- * variable. */
+/* Eight tiles of lines: seven with a number of rows and one of 16, the weight's; or seven of 16 rows with a number of
+ * columns. Constants, because gcc 12 assumes that the intrinsic reads only the first bytes, and would omit the stores
+ * to the rest of a variable. */
 #define PALETTE(n, line) {.palette = 1, .bytes = {line, line, line, line, line, line, line, LINE}, \
                           .rows = {n, n, n, n, n, n, n, LANES}}
 #define OF_ROWS(n) PALETTE(n, LINE)
@@ -470,7 +470,7 @@ const struct panel_products *panel_products(enum isa isa) {
 
 void settle_rounded(void) {
 #if HAS_X86
-    __builtin_ia32_sfence(); /* Stores past the caches wait for no lock. */
+    __builtin_ia32_sfence(); /* Non-temporal stores are not ordered by locks. */
 #endif
 }
 

@@ -11,9 +11,9 @@
 
 #define STAGED_BYTES(pairs) ((pairs) ? (int64_t)sizeof(bf16) : (int64_t)sizeof(float)) /* of an input of a staged row */
 
-#define MANY_ROWS (8 * LANES) /* with more, three tiles are quicker than two: weights are met often enough to be near */
+#define MANY_ROWS (8 * LANES) /* with more rows, three tiles are faster than two */
 
-/* Of `rows`, of which so many are left; of 64 not all but 16, which would take as long as 32. */
+/* Number of rows to take of those left; of 64, not all but 16, which would take as long as 32. */
 static inline int64_t rows_of_group(int64_t left, int64_t rows) {
     int is_two = left > GROUP && (rows <= MANY_ROWS || left <= 4 * LANES);
     return is_two ? 2 * LANES : min64(GROUP, left);
@@ -29,8 +29,8 @@ struct side_work {
     int64_t lines;
 };
 
-/* Parts of panels that are near, as bfloat16, and what is to come from memory while rows meet them: `stride` bytes with
- * each pair of inputs, of each panel. */
+/* Parts of panels in the cache, as bfloat16, and the weight to prefetch while rows are multiplied by them: `stride`
+ * bytes with each pair of inputs, of each panel. */
 struct near_panels {
     const bf16 *first;
     int64_t apart, count, steps;
@@ -40,13 +40,14 @@ struct near_panels {
 
 struct panel_products {
     int64_t staged_bytes; /* of an input of a staged row: bfloat16, or float32 where the processor multiplies those */
-    /* Sums [48][32] of up to 48 staged rows and a panel of so many steps, which is fetched `ahead` bytes before. */
+    /* Sums [48][32] of up to 48 staged rows and a panel of `steps` steps, which is prefetched `ahead` bytes before. */
     void (*multiply)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead, float *sums);
-    /* The same of parts of panels, added to what is there [panel][count][32]; rows have `all` steps. Sums in parts are
+    /* The same for parts of panels, added to the sums [panel][count][32]; rows have `all` steps. Sums in parts equal
      * those of the whole, bit for bit. */
     void (*add)(const char *staged, int64_t count, int64_t all, const struct near_panels *near, float *sums);
-    /* Up to 16 rows, as columns [steps][16 pairs][count][2], by one or two panels, of which a step has 32 rows of 32 inputs:
-     * added to sums [panel][32][16], the same as those of `add`. It fetches nothing. NULL where `add` takes no longer. */
+    /* Up to 16 rows, as columns [steps][16 pairs][count][2], times one or two panels, of which a step has 32 rows of 32
+     * inputs: added to sums [panel][32][16], the same as those of `add`. It prefetches nothing. NULL if `add` is as
+     * fast. */
     void (*add_columns)(const bf16 *columns, int64_t count, const struct near_panels *near, float *sums);
     /* The same for a part of a panel that is in a cache, with rows that have `all` steps. The products are added to the
      * sums, or replace them with `is_first`; `side` is done between the steps. */
@@ -56,22 +57,22 @@ struct panel_products {
     void (*round)(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out, int64_t out_stride);
     /* A row of 32 outputs, as `round` does it. */
     void (*put)(const bf16 *row, int is_large, bf16 *out);
-    /* A plain loop of products in registers, so many rounds, and how many multiplications and additions it made.
-     * `sums`: [1536], what the loop adds up. */
+    /* A plain loop of products in registers, for a number of rounds; returns its number of multiplications and
+     * additions. `sums`: [1536], the sums of the loop. */
     int64_t (*spin)(int64_t rounds, float *sums);
-    /* Of few rows, by as many of the `panels`, which come from memory, as are best read side by side: sums
-     * [panel][count][32], after which it may write as far as 16 rows of the last panel reach. Returns how many those
-     * are, 0 where it made none: more rows than it takes, or fewer panels. */
+    /* For few rows: multiply by as many of the `panels`, which are read from memory, as are read fastest together: sums
+     * [panel][count][32], after which it may write up to 16 rows of the last panel. Returns the number of these panels,
+     * 0 if it computed none: more rows than it supports, or fewer panels. */
     int64_t (*multiply_side)(const char *staged, int64_t count, const bf16 *weight, int64_t panels, int64_t steps,
                              float *sums);
-    /* How many panels `add` multiplies so many rows by at once. */
+    /* Number of panels by which `add` multiplies a number of rows at once. */
     int64_t (*side_panels)(int64_t count);
 };
 
 const struct panel_products *panel_products(enum isa isa);
 
-/* Sums [count][32] of a panel that begins with `output`, with its bias, to where they belong. `is_large`: whether the
- * output is more than is soon read again. */
+/* Write sums [count][32] of a panel that begins with `output`, with its bias, to the output. `is_large`: whether the
+ * output is too large to be read again from a cache. */
 void finish_panel(const struct linear *op, const struct panel_products *products, const float *sums, int64_t row,
                   int64_t count, int64_t output, int is_large);
 
@@ -81,21 +82,21 @@ void settle_rounded(void);
 /* Before a thread's first product of an operator, of any rows. */
 void prepare_tiles(enum isa isa);
 
-/* Before products of so many rows at once: of less than a tile no more are multiplied, read and written. */
+/* Called before products of a number of rows at once: of less than a tile no more are multiplied, read and written. */
 void prepare_rows(enum isa isa, int64_t rows);
 
-/* And before `add_columns`. */
+/* Called before `add_columns`. */
 void prepare_columns(enum isa isa, int64_t count);
 
 #define COLUMN_PANELS 2 /* at most */
 #define SIDE_ROWS 4
 
-/* The product of up to 48 staged rows and the first of `panels` panels, or several where rows are few. Returns how many,
- * whose sums are [panel][count][32]. */
+/* The product of up to 48 staged rows and the first of `panels` panels, or several if rows are few. Returns their
+ * number; their sums are [panel][count][32]. */
 int64_t multiply_first(const struct panel_products *products, const char *staged, int64_t count, const bf16 *weight,
                        int64_t panels, int64_t steps, int64_t ahead, float *sums);
 
-#define FEW_ROWS 64 /* up to here reading the weight is what takes a product's time */
+#define FEW_ROWS 64 /* up to this number of rows, reading the weight takes a product's time */
 
 #define STAGED_ROWS 512 /* at most, that are multiplied by a panel while they are cached */
 
@@ -103,14 +104,14 @@ int64_t multiply_first(const struct panel_products *products, const char *staged
 int64_t rows_to_stage(int64_t inputs);
 
 
-/* A thread's rows as the products take them: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. */
+/* A thread's rows in the layout of the products: by 16, as tiles [inputs / 32][16 rows][32], padded with zeros. */
 struct staged {
     char *rows;
     int64_t first; /* of them, -1 for none */
     int64_t bytes; /* of an input */
 };
 
-/* Stage the `count` rows from `first` on unless they are staged. `tokens`: which rows of x they are, or NULL. */
+/* Stage the `count` rows from `first` on unless they are staged. `tokens`: their rows of x, or NULL. */
 void stage(struct staged *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t first, int64_t count,
            int64_t in_features);
 
@@ -135,35 +136,36 @@ int64_t bytes_of_waiting(void);
 /* How many rows of `inputs` inputs a thread multiplies at once. */
 int64_t rows_of_block(int64_t inputs);
 
-/* Rows of one group, of those that have any. */
+/* Rows of one group, among those that have any. */
 struct run {
     int64_t number, group, start, count;
 };
 
-/* Go on to the run of that number; 0 where there are fewer, with `start` past all rows. */
+/* Move to the run with that number; returns 0 if there are fewer, with `start` after all rows. */
 int find_run(const struct grouped_linear *op, struct run *run, int64_t number);
 
 /* A run's product; its weight is `bytes` large. */
 struct linear product_of_run(const struct grouped_linear *op, const struct run *run, int64_t bytes);
 
-/* Rows from there on are in no run, and 0. */
+/* Rows from there on are in no run, and become 0. */
 void clear_past_runs(const struct grouped_linear *op, const struct step *step, struct worker *worker, int64_t from);
 
-/* Bytes between what is read of a weight for so many rows and what is fetched. */
+/* Bytes between the read and the prefetched addresses of a weight, for a number of rows. */
 int64_t look_ahead(int64_t rows);
 
 /* Whether this processor reads memory fastest when a thread reads one panel of a weight after the other: AMD's. Others
- * read several panels side by side. */
+ * read several panels together. */
 int reads_one_stream(void);
 
-/* Whether such a processor takes in a weight fastest when it is fetched far ahead into the first cache, for any number of
+/* Whether such a processor reads a weight fastest when it is prefetched far ahead into the L1 cache, for any number of
  * rows: from Zen 5 on. */
 int fetches_far(void);
 
 /* Panels, of so many bytes each, that a thread takes at once. */
 int64_t panels_of_task(int64_t rows, int64_t bytes, int64_t panels, int threads);
 
-/* How a product is split over threads: blocks of rows, and of the last ones, a block a thread, shares of the panels. */
+/* How a product is divided among threads: blocks of rows, and for the last ones, a block per thread, shares of the
+ * panels. */
 struct cut {
     int64_t rows, panels, block, whole, share, shares, tasks;
 };

@@ -1,7 +1,8 @@
-/* The threads, and running a program on them: operators in order, each shared out, none begun before the last is done.
+/* The threads, and running a program on them: operators in order, each distributed over all threads, none started
+ * before the previous one is done.
  *
- * The caller is thread 0. A thread that waits spins for a moment and then sleeps, so that an idle engine costs
- * nothing and a busy one does not keep the API process from its core.
+ * The caller is thread 0. A thread that waits spins for a moment and then sleeps, so that an idle engine costs nothing
+ * and a busy one does not take the API process's core.
  *
  * Another thread of the process may interrupt a program: it then ends between two operators. The thread that arrives
  * last at a barrier decides that for all, by how far it moves the phase. */
@@ -19,7 +20,7 @@
 
 #include "operators.h"
 
-#define SPINS_AT_BARRIER 4000 /* 50 to 150 microseconds: others are at work, and end soon */
+#define SPINS_AT_BARRIER 4000 /* 50 to 150 microseconds: others compute, and end soon */
 #define SPINS_WHEN_IDLE 200   /* 5 microseconds */
 
 #define HUGE_PAGE (2 << 20)
@@ -98,7 +99,7 @@ static int64_t run_part(int thread) {
     return done;
 }
 
-/* In huge pages, so that what a thread keeps in its second cache spreads over all of it. */
+/* In huge pages, so that a thread's data in its L2 cache is distributed over all of it. */
 static char *make_scratch(void) {
     void *scratch;
     if (posix_memalign(&scratch, HUGE_PAGE, SCRATCH)) return NULL;
@@ -109,7 +110,7 @@ static char *make_scratch(void) {
 #define SLICE 100000          /* nanoseconds, the least that the kernel takes */
 #define KEEP_POLICY 0x08      /* SCHED_FLAG_KEEP_POLICY */
 
-/* Have this thread run soon after it is woken, although another one occupies its CPU. From Linux 6.12 on the kernel cuts
+/* Let this thread run soon after it is woken, although another one occupies its CPU. From Linux 6.12 on the kernel cuts
  * the other's time to the shortest slice of those that wait; otherwise a step may wait milliseconds for the end of a
  * slice. Older kernels ignore the slice. */
 static void ask_for_short_slices(void) {
@@ -144,7 +145,8 @@ static void end_threads(void) {
     pool.threads = 0;
 }
 
-/* A process that forks leaves the others behind: its child runs programs alone, until it starts its own. */
+/* A process that forks keeps only the calling thread: its child runs programs alone, until it starts its own
+ * threads. */
 static void forget_others(void) {
     pool.threads = min64(pool.threads, 1);
     atomic_store(&pool.sleeping, 0);
@@ -152,8 +154,8 @@ static void forget_others(void) {
 
 __attribute__((constructor)) static void heed_forks(void) { pthread_atfork(NULL, NULL, forget_others); }
 
-/* Use so many threads, the caller's among them, or the nearest number that there may be, and that instruction set,
- * which the processor has, from here on. -1 where memory or threads are short; then nothing runs until another call succeeds. */
+/* Use `count` threads, including the caller's, or the nearest possible number, and the given instruction set, which the
+ * processor has, from now on. -1 if memory or threads are short; then nothing runs until another call succeeds. */
 EXPORTED int kaon_start(int threads, int isa) {
     threads = max64(1, min64(threads, MAX_THREADS));
     pool.isa = isa;
@@ -176,7 +178,7 @@ EXPORTED int kaon_start(int threads, int isa) {
 /* How many there are, the caller's among them. */
 EXPORTED int kaon_threads(void) { return pool.threads; }
 
-/* Keep each thread but the caller's on a CPU of its own: `cpus` has one a thread. -1 where the system refuses; then
+/* Pin each thread except the caller's to a CPU of its own: `cpus` has one per thread. -1 if the system refuses; then
  * some may be pinned. */
 EXPORTED int kaon_pin(const int64_t *cpus) {
     for (int thread = 1; thread < pool.threads; thread++) {

@@ -3,9 +3,9 @@
 #include "quantized.h"
 #include "vectors.h"
 
-#define STAGED_VALUES (1 << 20) /* of rows that are multiplied by a panel while it is near: 16 rows always fit */
-#define MOST_HELD 16            /* panels of gates that wait for theirs of the other half, where rows are few */
-#define AHEAD 8192              /* bytes between what is read of a weight and what is fetched */
+#define STAGED_VALUES (1 << 20) /* of rows that a cached panel is multiplied by: 16 rows always fit */
+#define MOST_HELD 16            /* panels of gates that wait for those of the other half, if rows are few */
+#define AHEAD 8192              /* bytes between the read and the prefetched addresses of a weight */
 
 /* The same on processors that read one stream fastest: rows that vectors multiply at once fetch into the first cache, more
  * rows, which meet a block several times, into the second. */
@@ -13,11 +13,11 @@
 #define NEAR_AHEAD 1024
 #define FAR_AHEAD 4096
 
-/* From so many rows on, with one group, a weight is fetched PAGES_IN_TURN further ahead, pages in turn. AMX multiplies a
- * tile of rows by 8 bits fast enough for the order of memory. */
+/* From this number of rows on, with one group, a weight is prefetched PAGES_IN_TURN further ahead, pages in turn. AMX
+ * multiplies a tile of rows by 8 bits fast enough for the order of memory. */
 static int64_t rows_in_turn(enum isa isa, int64_t bits) { return isa == WITH_AMX && bits == 8 ? LANES + 1 : 8; }
 
-/* What is fetched of a weight while one group of rows is multiplied, with each block. */
+/* The part of a weight that is prefetched while one group of rows is multiplied, with each block. */
 static struct lines lines_ahead(enum isa isa, int64_t bits, int64_t rows, const char *blocks, int64_t size) {
     int lines = (int)(size / LINE);
     if (fetches_far()) return (struct lines){blocks + AHEAD, lines, 1, 0};
@@ -73,7 +73,7 @@ INLINE int32_t total_of(integers v) {
     return (last[0] + last[2]) + (last[1] + last[3]);
 }
 
-/* A block of a row, rounded to the nearest of 255 values; its scale. What is not finite makes it NaN. */
+/* Round a block of a row to the nearest of 255 values; returns its scale. A value that is not finite makes it NaN. */
 INLINE float stage_block(int8_t *to, int32_t *totals, const bf16 *x, int64_t count) {
     typedef int8_t bytes __attribute__((vector_size(LANES)));
     vector values[BLOCK / LANES];
@@ -120,7 +120,7 @@ struct place {
     struct quantized_bench *bench;
     const struct panel_products *products; /* by which sums are rounded */
     enum isa isa;
-    const int64_t *tokens; /* which row of x each row is, or NULL */
+    const int64_t *tokens; /* row of x for each row, or NULL */
     int64_t first_row;
     int is_large; /* whether the output is too large to be read again from a cache */
 };
@@ -143,7 +143,7 @@ static void stage_rows(const struct linear *op, struct place *at, int64_t first,
     prepare_rows(at->isa, count);
 }
 
-/* Sums of so many staged rows by one panel. As many blocks at once as stay in the first cache from row to row. */
+/* Sums of staged rows times one panel. As many blocks at once as stay in the L1 cache from row to row. */
 static void multiply_panel(const struct linear *op, int64_t bits, const struct place *at, int64_t rows, int64_t number) {
     struct quantized_bench *bench = at->bench;
     const struct quantized_products *by = quantized_products(at->isa, rows, bits);
@@ -170,7 +170,7 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
     }
 }
 
-/* `count` rows from `first` on by the panels from `panel` to `past`. */
+/* Multiply `count` rows from `first` on by the panels from `panel` to `past`. */
 static void multiply_panels(const struct linear *op, int64_t bits, struct place *at, int64_t first, int64_t count,
                             int64_t panel, int64_t past) {
     stage_rows(op, at, first, count);
@@ -206,7 +206,7 @@ static void round_panel(const struct linear *op, const struct place *at, int64_t
     at->products->round(at->bench->sums, bias, count, 0, out, out_stride);
 }
 
-/* Rows of a share by some panels of gates, and by those of the other half. */
+/* Rows of a share times some panels of gates, and times those of the other half. */
 static void gate_panels(const struct quantized_gated_linear *quantized, struct place *at, const struct share *share,
                         int64_t panel, int64_t panels) {
     const struct linear *op = &quantized->gated.linear;
@@ -263,7 +263,7 @@ void quantized_greedy_head(const struct greedy_head *op, const struct step *step
     }
 }
 
-/* Tasks: groups that have rows, of each one share of the panels after the other; then what is past the last run. */
+/* Tasks: groups that have rows, each with one share of the panels after the other; then the rows after the last run. */
 void quantized_grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct quantized_grouped_linear *quantized = arguments;
     const struct grouped_linear *op = &quantized->grouped;

@@ -15,7 +15,7 @@
 #include "operators.h"
 #include "panels.h"
 
-#define FOUR 4              /* inputs that one 32-bit sum takes at once */
+#define FOUR 4              /* inputs that are added to one 32-bit sum at once */
 #define STEP_INPUTS 64
 #define STEPS 2             /* of a block */
 #define BLOCK (STEPS * STEP_INPUTS)
@@ -24,7 +24,7 @@
 #define TWO_TILES (2 * LANES) /* rows at a time */
 #define LARGEST 127         /* a value is at most, at 8 bits; at 4 bits it is -8 to 7 */
 #define MIDDLE 8            /* added to a value of 4 bits */
-#define BLOCKS_AT_ONCE 4    /* what of a panel stays in the first cache while many rows meet it */
+#define BLOCKS_AT_ONCE 4    /* part of a panel that stays in the L1 cache while many rows are multiplied by it */
 
 static inline int64_t scales_of_block(int64_t bits) { return bits == 8 ? PANEL : STEPS * PANEL; }
 
@@ -41,7 +41,7 @@ struct quantized_rows {
     int64_t count;
 };
 
-/* The part of a weight that is prefetched while the part before it is multiplied. */
+/* The part of a weight that is prefetched while the previous part is multiplied. */
 struct lines {
     const char *at;
     int lines;   /* with each block */
@@ -79,9 +79,9 @@ struct quantized_panel {
 };
 
 struct quantized_products {
-    int unpacks; /* whether 4 bits are to be made 8 beforehand */
-    /* Sums [rows][32] of rows and a panel's blocks, added to what is there. `products`: room for integers. Lines are
-     * fetched with each block by the first rows of each TWO_TILES. */
+    int unpacks; /* whether 4 bits are converted to 8 beforehand */
+    /* Sums [rows][32] of rows times a panel's blocks, added to the given ones. `products`: memory for integers. Lines
+     * are prefetched with each block by the first rows of each TWO_TILES. */
     void (*multiply)(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
                      int32_t *products, struct lines *ahead);
 };
@@ -89,13 +89,13 @@ struct quantized_products {
 extern const struct quantized_products quantized_avx2, quantized_avx_vnni, quantized_avx512, quantized_amx; /* x86 */
 extern const struct quantized_products quantized_neon;                                            /* Arm */
 
-/* For so many rows at once. A processor gives the same sums for any number of them. */
+/* For a number of rows at once. A processor gives the same sums for any number of them. */
 const struct quantized_products *quantized_products(enum isa isa, int64_t rows, int64_t bits);
 
 /* `greedy_head` with such a weight. */
 void quantized_greedy_head(const struct greedy_head *op, const struct step *step, struct worker *worker);
 
-/* The values of `panel` at 4 bits, as 8. */
+/* Convert the values of `panel` from 4 to 8 bits. */
 void unpack_values(const struct quantized_panel *panel, int8_t *values);
 
 #endif

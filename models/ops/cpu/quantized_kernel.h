@@ -11,7 +11,7 @@
 
 typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
 typedef int32_t NAME(ints) __attribute__((vector_size(WIDTH * 4)));
-typedef long long NAME(any) __attribute__((vector_size(WIDTH * 4))); /* as the intrinsics have it */
+typedef long long NAME(any) __attribute__((vector_size(WIDTH * 4))); /* as the intrinsics return it */
 typedef uint16_t NAME(shorts) __attribute__((vector_size(WIDTH * 2)));
 
 TARGET INLINE NAME(floats) NAME(load_scales)(const bf16 *scales) {
@@ -30,11 +30,11 @@ TARGET INLINE NAME(ints) NAME(add)(NAME(ints) sum, NAME(ints) weight, NAME(ints)
     return (NAME(ints))NAME(dot_fours)((NAME(any))sum, (NAME(any))weight, (NAME(any))x);
 }
 
-/* Where the outputs of a vector lie in a step. */
+/* Positions of the outputs of a vector in a step. */
 #define PLACE(v, bits) ((v) * WIDTH / LANES * BYTES_OF_TILE * (bits) / 8 + (v) * WIDTH % LANES * FOUR)
 
-/* A step of some rows by 8 bits. The lines that come from memory next are fetched a few with each four of inputs: a step's
- * lines at once would take all of the processor's miss buffers, and loads would wait for one. */
+/* A step of some rows by 8 bits. The lines that are read next from memory are prefetched a few with each four inputs: a
+ * step's lines at once would take all of the processor's miss buffers, and loads would wait for one. */
 TARGET INLINE void NAME(add_step8)(const int8_t *x, const char *tiles, NAME(ints) sums[ROWS][AT_ONCE], int rows,
                                  struct lines *ahead, int step) {
 #pragma GCC unroll 16
@@ -53,7 +53,7 @@ TARGET INLINE void NAME(add_step8)(const int8_t *x, const char *tiles, NAME(ints
     }
 }
 
-/* And by 4 bits. */
+/* The same by 4 bits. */
 TARGET INLINE void NAME(add_step4)(const int8_t *x, const char *tiles, NAME(ints) sums[ROWS][AT_ONCE], int rows,
                                  struct lines *ahead, int step) {
 #pragma GCC unroll 8
@@ -75,7 +75,7 @@ TARGET INLINE void NAME(add_step4)(const int8_t *x, const char *tiles, NAME(ints
     }
 }
 
-/* Rows, so few that a block's integers stay in registers, by some vectors of a panel's outputs, from `first` on. */
+/* Rows, so few that a block's integers stay in registers, times some vectors of a panel's outputs, from `first` on. */
 TARGET INLINE void NAME(add_outputs)(const int8_t *x, const float *scales, const int32_t *totals,
                                      const struct quantized_panel *panel, int first, float *sums,
                                      struct lines *ahead, int rows, int bits) {
@@ -116,7 +116,7 @@ TARGET INLINE void NAME(add_outputs)(const int8_t *x, const float *scales, const
 typedef void NAME(rows_adder)(const int8_t *x, const float *scales, const int32_t *totals,
                               const struct quantized_panel *panel, float *sums, struct lines *ahead);
 
-/* A function for each number of rows. The outputs that are taken first fetch what is next. */
+/* A function for each number of rows. The first outputs prefetch the next part. */
 #define ADD_ROWS(BITS, COUNT)                                                                                       \
     TARGET static void NAME(add_rows##BITS##_##COUNT)(const int8_t *x, const float *scales, const int32_t *totals,  \
                                                       const struct quantized_panel *panel, float *sums,             \

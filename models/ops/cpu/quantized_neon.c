@@ -10,7 +10,7 @@
 
 typedef long long pair_of_words __attribute__((vector_size(16)));
 
-/* Each 32-bit sum and four bytes of the weight times four of a row, all with a sign. */
+/* To each 32-bit sum add the products of four bytes of the weight and four of a row, all signed. */
 NEON INLINE pair_of_words neon_dot_fours(pair_of_words sum, pair_of_words weight, pair_of_words x) {
     return (pair_of_words)vdotq_s32((int32x4_t)sum, (int8x16_t)weight, (int8x16_t)x);
 }

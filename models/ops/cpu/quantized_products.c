@@ -21,7 +21,7 @@ CLONES static void unpack_blocks(const struct quantized_panel *panel, int8_t *va
 
 void unpack_values(const struct quantized_panel *panel, int8_t *values) {
     unpack_blocks(panel, values);
-    __asm__ volatile("" ::: "memory"); /* To gcc 12 loading a tile reads no memory. */
+    __asm__ volatile("" ::: "memory"); /* gcc 12 assumes that loading a tile reads no memory. */
 }
 
 /* ---- any processor ---- */
@@ -37,7 +37,7 @@ INLINE shorts load_bytes(const int8_t *from) {
     return __builtin_convertvector(v, shorts);
 }
 
-/* Four values, four times. */
+/* Four values, repeated four times. */
 INLINE shorts repeat(const int8_t *x) {
     int8_t four[LANES];
     for (int i = 0; i < LANES; i += FOUR) memcpy(four + i, x, FOUR);

@@ -5,7 +5,7 @@
 #include "quantized.h"
 #include "vectors.h"
 
-#define TINY 1e-30f /* Values that are all smaller are taken for 0. */
+#define TINY 1e-30f /* If all values are smaller, they are rounded to 0. */
 
 /* A scale as bfloat16 that is no smaller, so that no value exceeds the largest. */
 static bf16 narrow_up(float value) {
@@ -19,7 +19,7 @@ INLINE float largest_of(const float *values, int64_t count) {
     return largest;
 }
 
-/* The nearest values, between the two. */
+/* The nearest values, between the limits. */
 INLINE void round_values(const float *values, int64_t count, float scale, float least, float most, int8_t *rounded) {
     float inverse = scale != 0 ? 1 / scale : 0;
     for (int64_t i = 0; i < count; i++) {
@@ -41,7 +41,8 @@ INLINE float squared_error(const float *values, float scale) {
     return sum_of(errors);
 }
 
-/* The scale, of either sign, that the values of 4 bits lie nearest to: the largest becomes one of these. */
+/* The scale, of either sign, with which the 4-bit values have the least error: the largest value becomes one of the
+ * limits. */
 INLINE bf16 best_scale(const float *values) {
     static const float of_largest[] = {-8, -8.5f, -7.5f, -7, -6.5f, -6, -9, 7, 7.5f, 8};
     float low = 0, high = 0, least = INFINITY;
@@ -72,7 +73,7 @@ INLINE void pack8(const float *values, char *block, int64_t output) {
             memcpy(to + step * 2 * BYTES_OF_TILE + i / FOUR * LINE, rounded + step * STEP_INPUTS + i, FOUR);
 }
 
-/* And at 4 bits. */
+/* The same at 4 bits. */
 INLINE void pack4(const float *values, char *block, int64_t output) {
     char *to = block + STEPS * PANEL * sizeof(bf16) + output / LANES * (BYTES_OF_TILE / 2) + output % LANES * FOUR;
     for (int step = 0; step < STEPS; step++, values += STEP_INPUTS, to += BYTES_OF_TILE) {
@@ -99,11 +100,11 @@ CLONES static void pack_row(const bf16 *row, int64_t inputs, int64_t bits, char 
         if (bits == 8) pack8(values, panel, output);
         else pack4(values, panel, output);
         for (int64_t scale = output; !is_finite && scale < scales_of_block(bits); scale += PANEL)
-            ((bf16 *)panel)[scale] = 0x7fc0; /* What is not finite makes its block NaN. */
+            ((bf16 *)panel)[scale] = 0x7fc0; /* A value that is not finite makes its block NaN. */
     }
 }
 
-/* Tasks: 16 rows each, as they lie in the packed weight. */
+/* Tasks: 16 rows each, in the order of the packed weight. */
 void quantized_pack(const void *arguments, const struct step *step, struct worker *worker) {
     (void)step;
     const struct quantized_pack *quantized = arguments;

@@ -31,7 +31,7 @@ AVX_VNNI INLINE __m256i avx_vnni_dot_fours(__m256i sum, __m256i weight, __m256i 
 #define OFFSET 128
 #include "quantized_kernel.h"
 
-/* Sums of two products are of 16 bits, which those of values without an offset fit: at most 2 * 127 * 127. */
+/* Sums of two products have 16 bits, which is enough without an offset: at most 2 * 127 * 127. */
 AVX2 INLINE __m256i avx2_dot_fours(__m256i sum, __m256i weight, __m256i x) {
     __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(x, weight));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
@@ -59,8 +59,8 @@ AMX static inline void zero_tiles(void) {
     _tile_zero(3);
 }
 
-/* Rows are read past the L1 cache, which keeps the weight. With one tile of rows, which may have fewer than 16, the weight
- * is in tile 7, which always has 16. */
+/* Rows are read past the L1 cache, which keeps the weight. With one tile of rows, which may have fewer than 16, the
+ * weight is in tile 7, which always has 16. */
 AMX static inline void add_tiles(const int8_t *x0, const int8_t *x1, const int8_t *weight) {
     _tile_stream_loadd(4, x0, LINE);
     if (!x1) {
@@ -79,7 +79,7 @@ AMX static inline void add_tiles(const int8_t *x0, const int8_t *x1, const int8_
     _tile_dpbssd(3, 5, 7);
 }
 
-/* One after the other, so that the lines of a tile are next to each other. */
+/* In order, so that the lines of a tile are adjacent. */
 AMX static inline void store_tiles(int32_t *products, int two) {
     _tile_stored(0, products, LINE);
     _tile_stored(1, products + LANES * LANES, LINE);
@@ -128,7 +128,7 @@ AMX INLINE void scale_part(const struct waiting *waiting, int part, int of, int 
     for (int i = part * 4 / of; i < (part + 1) * 4 / of; i++) scale_half(waiting, i / 2, i % 2, bits);
 }
 
-/* Multiply some blocks; after each step, scale a part of the products that wait. */
+/* Multiply some blocks; after each step, scale a part of the pending products. */
 AMX INLINE void multiply_blocks(const int8_t *x0, const int8_t *x1, const struct quantized_panel *panel, int64_t first,
                                 int64_t blocks, int32_t *products, const struct waiting *waiting, struct lines *ahead,
                                 int bits) {
@@ -150,7 +150,7 @@ AMX INLINE void multiply_blocks(const int8_t *x0, const int8_t *x1, const struct
     }
 }
 
-/* By all rows, two tiles at a time. What waits is also scaled between the products of the next rows. */
+/* Multiply by all rows, two tiles at a time. Pending products are also scaled between the products of the next rows. */
 AMX INLINE void multiply_by_bits(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
                                  int32_t *products, struct lines *ahead, int bits) {
     int64_t all = rows->blocks, at_once = bits == 8 ? UNITS : 1, units = 0;

@@ -1,8 +1,8 @@
 /* Layers with a state per sequence: short causal convolutions, the selective state space of Mamba-2 (Dao and Gu, 2024),
- * and what follows it. Each element of a state goes through the tokens of a row in order, whatever the step holds, so
- * that a row's result does not depend on how it is cut into steps.
+ * and the operators after it. Each element of a state goes through the tokens of a row in order, in any step, so that a
+ * row's result does not depend on how it is divided into steps.
  *
- * A sequence's inputs [kernel - 1, channels] and its state [heads, state, dim] lie in its slot. */
+ * A sequence's inputs [kernel - 1, channels] and its state [heads, state, dim] are in its slot. */
 
 #include <math.h>
 
@@ -11,17 +11,17 @@
 
 #define CHANNELS 64 /* of a task: two cache lines of each token */
 #define TOGETHER 4  /* tokens that a state goes through between its load and its store */
-#define AHEAD 8     /* tokens whose inputs are fetched early */
-#define COLUMNS 2   /* vectors of a state's row that do so at a time */
+#define AHEAD 8     /* tokens whose inputs are prefetched */
+#define COLUMNS 2   /* vectors of a state's row that are processed at a time */
 
-/* Consecutive tokens of a row of a step, the slot of the state before them, -1 where they begin their sequence, and
- * that of the state after them. A row is one such span, but where it verifies drafts: there each token is one, or none
- * if it was computed before. */
+/* Consecutive tokens of a row of a step, the slot of the state before them, -1 if they begin their sequence, and that
+ * of the state after them. A row is one such span, except if it verifies drafts: then each token is one, or none if it
+ * was computed before. */
 struct span {
     int64_t first, past, before, after;
 };
 
-/* The row's next span, of which the last past was `from`; 0 where there is none. `slot` is the state's. */
+/* The row's next span after `from`; 0 if there is none. `slot` is the state's. */
 static int next_span(const struct step *step, int64_t row, int64_t from, int64_t slot, struct span *span) {
     int64_t first = step->query_starts[row], past = step->query_starts[row + 1];
     if (!step->states_after) {
@@ -60,7 +60,7 @@ INLINE vector input_at(const struct short_conv *op, const struct span *span, int
     vector x = load_some(op->x + token * op->x_stride + channel, count);
     if (!op->before) return x;
     x *= load_some(op->before + token * op->gate_stride + channel, count);
-    return (vector)(rounded(x) & 0xffff0000); /* as it is kept */
+    return (vector)(rounded(x) & 0xffff0000); /* as it is stored */
 }
 
 CLONES static void widen_weights(const struct short_conv *op, int64_t channel, int64_t count, float *weights) {
@@ -73,7 +73,7 @@ CLONES static void widen_weights(const struct short_conv *op, int64_t channel, i
 CLONES static void convolve(const struct short_conv *op, const struct span *span, int64_t channel, int64_t count,
                             const float *weights) {
     for (int64_t token = span->first; token < span->past; token++) {
-        /* Rows lie pages apart, which processors do not see coming. */
+        /* Rows are pages apart, which hardware prefetchers do not predict. */
         if (token + AHEAD < span->past)
             for (int64_t i = 0; i < count; i += LINE / (int64_t)sizeof(bf16))
                 __builtin_prefetch(op->x + (token + AHEAD) * op->x_stride + channel + i);
@@ -91,8 +91,8 @@ CLONES static void convolve(const struct short_conv *op, const struct span *span
     }
 }
 
-/* The last inputs of the span. Those that stay from before it move towards the front, so that none is overwritten
- * before it is read. */
+/* Store the last inputs of the span. Those that remain from before it move towards the front, so that none is
+ * overwritten before it is read. */
 CLONES static void keep(const struct short_conv *op, const struct span *span, int64_t channel, int64_t count) {
     bf16 *inputs = inputs_of(op, span->after);
     for (int64_t i = 0; i < op->kernel - 1; i++)
@@ -121,13 +121,13 @@ void short_conv(const void *arguments, const struct step *step, struct worker *w
     }
 }
 
-/* Some tokens of one head, as the state needs them. */
+/* Some tokens of one head, in the layout that the state needs. */
 struct tokens {
     int64_t count;
     float decay[TOGETHER], dt[TOGETHER];
     float *b, *c; /* [TOGETHER, state] */
     float *x;     /* [TOGETHER, room] */
-    int64_t room; /* dim, filled up to whole vectors */
+    int64_t room; /* dim, padded to whole vectors */
 };
 
 CLONES static void widen_row(const bf16 *from, int64_t count, float *to) {
@@ -177,8 +177,8 @@ INLINE void scan_columns(const struct tokens *tokens, float *state, int64_t stri
         }
 }
 
-/* The state decays, then adds each token's value under its key; the query reads it afterwards. `read` [TOGETHER, room]
- * gets what it reads, plus `skip` times the value. */
+/* The state decays, then adds each token's value at its key; the query reads it afterwards. `read` [TOGETHER, room]
+ * receives the result, plus `skip` times the value. */
 CLONES static void scan(const struct tokens *tokens, float *state, int64_t stride, int64_t size, float skip,
                         float *read) {
     int64_t i = 0;

@@ -1,8 +1,8 @@
-/* Rejection sampling of drafts (Leviathan, Kalman and Matias, 2023), as engine.sampling.torch_ops has it.
+/* Rejection sampling of drafts (Leviathan, Kalman and Matias, 2023), as in engine.sampling.torch_ops.
  *
  * A draft whose probability is q for the drafter and p for the target is accepted with probability min(1, p / q), and
- * else replaced by a sample of max(p - q, 0). A sequence's rows follow each other, each computed only where the drafts
- * before it are accepted. */
+ * otherwise replaced by a sample of max(p - q, 0). A sequence's rows are adjacent, and each is computed only if the
+ * drafts before it are accepted. */
 
 #include "draw.h"
 
@@ -27,8 +27,8 @@ CLONES static float subtract(float *p, float factor, const float *q, int64_t wid
     return largest;
 }
 
-/* A token sampled in proportion to what is above 0, of which `largest` is the most. Bounds as in noise.h: of a logarithm
- * from above, too. */
+/* A token sampled in proportion to the positive values, of which `largest` is the greatest. Bounds as in noise.h: also
+ * of a logarithm from above. */
 CLONES static int64_t draw_rest(const float *rest, int64_t width, float largest, struct noise noise) {
     struct winner best = NO_WINNER;
     best.score += (float)log(largest);

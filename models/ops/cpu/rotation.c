@@ -1,4 +1,4 @@
-/* Rotations that `rope_store` has no form of: of a head's last dimensions, by neighbouring pairs, backwards, or into a
+/* Rotations that `rope_store` does not support: of a head's last dimensions, by adjacent pairs, backwards, or into a
  * cache of vectors. */
 
 #include <math.h>
@@ -23,7 +23,7 @@ CLONES static void widen_head(const struct rotate_heads *op, const bf16 *x, floa
     }
 }
 
-/* The rotated dimensions, by the angles of pairs, whose sines are in the second half. */
+/* Rotate the dimensions by the angles of pairs, whose sines are in the second half. */
 CLONES static void rotate(const struct rotate_heads *op, const float *cos, const float *sin, float *x) {
     int64_t pairs = op->rotary_dim / 2, step = op->is_interleaved ? 2 : 1, other = op->is_interleaved ? 1 : pairs;
     float sign = op->is_back ? -1 : 1;

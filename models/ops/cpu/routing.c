@@ -1,11 +1,11 @@
-/* Which experts a token goes to: float32 scores of a float32 router, and the choice of the best. */
+/* Routing of tokens to experts: float32 scores of a float32 router, and the selection of the best. */
 
 #include <math.h>
 
 #include "operators.h"
 #include "vectors.h"
 
-#define BLOCK 4          /* tokens, and outputs, that meet in registers */
+#define BLOCK 4          /* tokens, and outputs, that are multiplied in registers */
 #define TOKENS_AT_ONCE 32 /* tokens by which a task's weights are read once */
 
 INLINE vector load_floats(const float *from, int64_t width) {
@@ -19,8 +19,8 @@ INLINE vector load_inputs(const bf16 *from, int64_t width) {
     return width == LANES ? load_bf16(from) : load_some(from, width);
 }
 
-/* Sums of up to BLOCK tokens and BLOCK outputs; a token or output past the last is another's. Each sum is one of 16
- * lanes over the inputs in order, whatever its neighbours. */
+/* Sums of up to BLOCK tokens and BLOCK outputs; after the last token or output, others are repeated. Each sum has 16
+ * lanes over the inputs in order, independent of its neighbours. */
 INLINE void multiply_block(const bf16 *const *x, const float *const *weight, int64_t in_features, int tokens,
                            float sums[BLOCK][BLOCK]) {
     vector lanes[BLOCK][BLOCK] = {{{0}}};
@@ -53,7 +53,7 @@ CLONES static void multiply_tokens(const struct float_linear *op, int64_t first,
     }
 }
 
-/* Tasks: runs of tokens, of each the outputs by BLOCK. */
+/* Tasks: runs of tokens, each with the outputs by BLOCK. */
 void float_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct float_linear *op = arguments;
     int64_t runs = parts(step->num_tokens, TOKENS_AT_ONCE), shares = parts(op->out_features, BLOCK);
@@ -63,7 +63,7 @@ void float_linear(const void *arguments, const struct step *step, struct worker 
     }
 }
 
-/* The best so far, best first; of equals the one that came first. */
+/* The best so far, in descending order; of equal ones the first. */
 struct best_experts {
     float *values;
     int64_t *places;
@@ -71,7 +71,7 @@ struct best_experts {
 };
 
 static inline void offer(struct best_experts *best, float value, int64_t place) {
-    if (value != value) value = INFINITY; /* What is no number is shown, not passed over. */
+    if (value != value) value = INFINITY; /* A NaN is reported, not skipped. */
     int64_t at = best->count;
     if (at == best->most && !(value > best->values[at - 1])) return;
     if (at == best->most) at--;
@@ -94,7 +94,7 @@ static void score(const struct route *op, const float *logits, float *scores) {
     for (int64_t i = 0; i < op->experts; i++) scores[i] /= total;
 }
 
-/* A thread's room for one token. */
+/* A thread's memory for one token. */
 struct desk {
     float *scores, *choice;       /* [experts], the second with the correction */
     float *values, *group_values; /* of the best */
@@ -112,7 +112,7 @@ static struct desk set_up(const struct route *op, struct worker *worker) {
     return desk;
 }
 
-/* With a correction a group is as good as its two best experts together, without one as its best. */
+/* With a correction a group is scored by the sum of its two best experts, without one by its best. */
 static float goodness_of(const struct route *op, const float *choice) {
     float values[2];
     int64_t places[2], of_group = op->experts / op->groups;
@@ -143,7 +143,7 @@ static void route_token(const struct route *op, const float *logits, float *weig
         if (desk->is_open[i / of_group]) offer(&best, desk->choice[i], i);
     float total = 0;
     for (int64_t i = 0; i < op->top_k; i++) total += weights[i] = desk->scores[ids[i]];
-    /* All scores of a token may vanish in float32. */
+    /* All scores of a token may underflow in float32. */
     float divisor = op->renormalize ? total + 1e-20f : 1;
     for (int64_t i = 0; i < op->top_k; i++) weights[i] = weights[i] / divisor * (float)op->scaling_factor;
     for (int64_t i = 0; op->expert_scales && i < op->top_k; i++) weights[i] *= op->expert_scales[ids[i]];

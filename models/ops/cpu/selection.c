@@ -1,5 +1,5 @@
-/* Which cached keys each token attends to: an indexer's scores, and the best of them (DeepSeek-V3.2, DeepSeek-V4,
- * MiniMax-M3). Each token by itself, so that its choice does not depend on its company. */
+/* The cached keys to which each token attends: an indexer's scores, and the best of them (DeepSeek-V3.2, DeepSeek-V4,
+ * MiniMax-M3). Each token is computed alone, so that its selection does not depend on the batch. */
 
 #include <math.h>
 
@@ -9,12 +9,12 @@
 
 #define DIGIT 11 /* bits of a key by which candidates are counted at a time */
 
-/* What a thread needs for a token. */
+/* A thread's memory for a token. */
 struct index_room {
     ALIGNED float queries[INDEX_HEADS * MAX_INDEX_DIM]; /* tiles of columns; or bfloat16 */
     ALIGNED float scores[PAIR][KEYS][LANES];
-    ALIGNED float sums[KEYS][LANES];         /* weighted scores, by the head's place in its tile */
-    ALIGNED bf16 keys[KEYS * MAX_INDEX_DIM]; /* of units that do not lie together */
+    ALIGNED float sums[KEYS][LANES];         /* weighted scores, by the head's index in its tile */
+    ALIGNED bf16 keys[KEYS * MAX_INDEX_DIM]; /* of units that are not adjacent */
     ALIGNED float weights[INDEX_HEADS];
     float best[INDEX_HEADS]; /* of the block that is not complete, by chooser */
     uint32_t counts[1 << DIGIT];
@@ -31,7 +31,7 @@ static inline uint32_t ordered(float score) {
     return as.bits ^ (as.bits >> 31 ? 0x7fffffffu : 0) ^ 0x7fffffffu;
 }
 
-/* Where up to KEYS of a row's keys are, from `first` on. */
+/* Addresses of up to KEYS of a row's keys, from `first` on. */
 static void locate(const struct select_keys *op, const int32_t *blocks, int64_t first, int64_t count,
                    struct index_room *room, struct units *units) {
     int64_t bytes = op->dim * (int64_t)sizeof(bf16);
@@ -51,8 +51,8 @@ static void locate(const struct select_keys *op, const int32_t *blocks, int64_t 
     }
 }
 
-/* Adds a tile's weighted scores, of which those below 0 count as 0, to those of the tiles before. Past the last head a
- * tile may hold any bits. */
+/* Add a tile's weighted scores, in which negative ones count as 0, to those of the tiles before. After the last head a
+ * tile may contain any bits. */
 CLONES static void add_heads(const float *weights, float scores[KEYS][LANES], int64_t count, int64_t heads,
                              int is_first, float sums[KEYS][LANES]) {
     vector by = load(weights);
@@ -68,8 +68,8 @@ CLONES static void order_sums(float sums[KEYS][LANES], int64_t count, uint32_t *
     for (int64_t key = 0; key < count; key++) to[key] = ordered(sum_of(load(sums[key])));
 }
 
-/* Of blocks of keys, each as good as its best key: those of a step, of which the first may have begun before it and the
- * last may go on after it. Later ones overwrite what a block had. */
+/* Scores of blocks of keys, each that of its best key: those of a step, of which the first may have begun before it and
+ * the last may continue after it. Later steps overwrite a block's score. */
 static void order_blocks(const struct select_keys *op, float scores[KEYS][LANES], int64_t head, int64_t first,
                          int64_t count, float *best, uint32_t *to) {
     for (int64_t i = 0; i < count;) {
@@ -109,7 +109,7 @@ static void score_step(const struct select_keys *op, const struct attention_prod
     if (op->weights) order_sums(room->sums, count, room->candidates + first);
 }
 
-/* The index of the count at which `k` is reached; what remains of `k` before it is left there. */
+/* The index of the count at which `k` is reached; the rest of `k` after the earlier counts is stored in it. */
 static uint32_t reach(const uint32_t *counts, uint32_t *k) {
     uint32_t at = 0;
     for (; counts[at] < *k; at++) *k -= counts[at];
@@ -167,13 +167,13 @@ static void select_token(const struct select_keys *op, const struct attention_pr
     }
     for (int64_t chooser = 0; chooser < choosers; chooser++) {
         uint32_t *numbers = room->candidates + chooser * candidates;
-        /* Below all scores but those that are no numbers. */
+        /* Less than all scores that are numbers. */
         for (int64_t i = 0; !op->weights && i < op->num_local; i++) numbers[candidates - 1 - i] = ordered(INFINITY);
         take_lowest(numbers, candidates, (uint32_t)op->top_k, room->counts, to + chooser * op->top_k);
     }
 }
 
-/* Tasks: tokens, the last first, which see most. */
+/* Tasks: tokens, the last first, which have the most keys. */
 void select_keys(const void *arguments, const struct step *step, struct worker *worker) {
     const struct select_keys *op = arguments;
     const struct attention_products *products = attention_products(worker->isa);

@@ -1,4 +1,4 @@
-/* A square of vectors turned. Included where vectors of AVX-512 are used. */
+/* Transposition of a square of vectors. Included where vectors of AVX-512 are used. */
 
 #ifndef TRANSPOSE_H
 #define TRANSPOSE_H

@@ -1,5 +1,5 @@
-/* Arithmetic on 16 float32 at once, in the compiler's vectors: whatever the processor, the same operations in the same
- * order, so the same results. */
+/* Arithmetic on 16 float32 at once, in the compiler's vectors: on all processors the same operations in the same order,
+ * so the same results. */
 
 #ifndef VECTORS_H
 #define VECTORS_H
@@ -65,8 +65,8 @@ INLINE void store_some(bf16 *to, vector v, int64_t count) {
     memcpy(to, padded, count * sizeof(bf16));
 }
 
-/* 32 bfloat16: those of the even places and those of the odd, as halves of words are cheaper to part than a row's; or
- * of fewer the first 16 and the others. */
+/* 32 bfloat16: the even elements and the odd ones, since halves of words are cheaper to separate than those of a row;
+ * or of fewer the first 16 and the others. */
 struct both {
     vector even, odd;
 };
@@ -127,7 +127,7 @@ INLINE vector exp_of(vector x) { return exp2_of(x * LOG2_E); }
 
 /* 1 / x within 2e-7 of it, for x from 1 to 2^126: a division takes processors four times as long.
  *
- * The difference of the bits is within an eighth of it; each step cubes what is missing. */
+ * The difference of the bits is within an eighth of it; each step cubes the error. */
 INLINE vector reciprocal_of(vector x) {
     vector r = (vector)(0x7ef311c7 - (bits)x);
     for (int step = 0; step < 2; step++) {
@@ -143,8 +143,8 @@ INLINE vector tanh_of(vector x) {
     return choose(is_negative, -t, t);
 }
 
-/* x * (1 + erf(x / sqrt(2))) / 2, within 2e-7 of x: Abramowitz and Stegun, 7.1.26. What is missing from 1 is computed, so
- * that the tail is as exact as the rest. */
+/* x * (1 + erf(x / sqrt(2))) / 2, within 2e-7 of x: Abramowitz and Stegun, 7.1.26. The difference from 1 is computed,
+ * so that the tail is as exact as the rest. */
 INLINE vector gelu_of(vector x) {
     integers is_negative = x < 0.0f;
     vector a = 0.7071067812f * choose(is_negative, -x, x), t = reciprocal_of(1.0f + 0.3275911f * a);
