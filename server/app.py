@@ -118,7 +118,7 @@ class _Application(FastAPI):
         settings, shared = self._settings, Models.of(self).shared
         app: ASGIApp = super().build_middleware_stack()
         scopes = {endpoint.path: endpoint.scope for endpoint in all_endpoints()}
-        app = OwnerMiddleware(app, self._keys, settings.keyless_paths, scopes, shared.quotas)
+        app = OwnerMiddleware(app, self._keys, settings.keyless_paths, scopes, shared.quotas, shared.key_shares)
         if settings.allowed_origins:
             app = CORSMiddleware(
                 app,

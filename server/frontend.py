@@ -32,6 +32,7 @@ from server.adapters import Adapters, allowed_directory
 from server.errors import BadRequest, ModelNotFound, NotReady, PathNotAllowed, ShuttingDown, WrongTask
 from server.limits.accounts import Accounts
 from server.limits.admission import Admission
+from server.limits.connections import KeyShares
 from server.limits.jobs import NUM_GRAMMAR_CHECKS, Jobs
 from server.limits.owners import Owner
 from server.limits.quotas import QuotaMeter
@@ -93,6 +94,7 @@ class Shared:
         self.accounts = Accounts()
         self.metrics.show_owners(self.accounts.by_label)
         self.quotas = QuotaMeter(self.accounts)
+        self.key_shares = KeyShares(self.accounts, self.metrics)
         self.jobs = Jobs(self.accounts)
         self.reloader = Reloader(config, read_config)
         """Applies changed settings to the running server."""

@@ -486,6 +486,7 @@ class _Server(uvicorn.Server):
         config, shared = self._models.config.server_config, self._models.shared
         limits = ConnectionLimits.of(config, num_free_descriptors(), self._models.max_request_bytes)
         connections = Connections(limits, shared.accounts, shared.metrics)
+        shared.key_shares.most = limits.serving
         reserved = [each for each in all_endpoints() if each.is_probe or each.scope in ("admin", "metrics")]
         probes = {f"{prefix}{each.path}".encode() for each in reserved for prefix in ("", config.root_path)}
 

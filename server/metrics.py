@@ -115,9 +115,10 @@ _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15
 _LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
-CLOSE_REASONS = ("connections", "address", "descriptors", "evicted", "head", "body", "unread", "gone")
-"""Why connections end. Refused: too many connections, too many of the address, no descriptor. Closed: to make room;
-the head or the body was received too slowly; the answer was not read; the client, half closed before, has gone."""
+CLOSE_REASONS = ("connections", "address", "key", "descriptors", "evicted", "head", "body", "unread", "gone")
+"""Why connections end. Refused: too many connections, too many of the address or key, no descriptor. Closed: to make
+room; the head or the body was received too slowly; the answer was not read; the client, half closed before, has
+gone."""
 
 REJECT_REASONS = (
     "queue_requests",

@@ -26,6 +26,7 @@ from server.error_answers import as_response, speaks_anthropic
 from server.errors import ApiError, Forbidden, InvalidApiKey
 from server.ignored import HEADER as IGNORED_HEADER
 from server.ignored import IgnoredLog, collect, header_value
+from server.limits.connections import KeyShares
 from server.limits.keys import ApiKeys
 from server.limits.owners import NO_QUOTAS, Owner
 from server.limits.owners import Scope as KeyScope
@@ -170,16 +171,19 @@ class OwnerMiddleware:
         keyless_paths: Iterable[str],
         scopes: Mapping[str, KeyScope | None] = MappingProxyType({}),
         quotas: QuotaMeter | None = None,
+        shares: KeyShares | None = None,
     ) -> None:
         """`scopes` is the scope that a key needs by path, by default `inference`; None means that any key suffices.
 
-        Answers report the rest of the owner's `quotas` in their headers.
+        Answers report the rest of the owner's `quotas` in their headers. `shares` bounds the requests of the scope
+        `inference` that a key may have at a time.
         """
         self._app = app
         self._keys = keys
         self._keyless_paths = frozenset(keyless_paths)
         self._scopes = scopes
         self._quotas = quotas
+        self._shares = shares
         _audit_log.setLevel(logging.INFO)  # The audit log is written even if the level of the other logs is higher.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -191,11 +195,15 @@ class OwnerMiddleware:
         client = scope.get("client")
         owner = Owner.of_address(client[0] if client else None)
         app = self._app
+        shares = None
         try:
             if self._keys:
                 owner = await self._keyed_owner(scope, path) or owner
                 if needed is not None and needed not in owner.scopes:
                     raise _out_of_scope(path, needed, owner)
+                if self._shares is not None and needed == "inference" and owner.key is not None:
+                    self._shares.begin(owner)
+                    shares = self._shares
         except ApiError as refusal:
             facts_of(scope).error = str(refusal)
             app = as_response(refusal, scope)
@@ -204,7 +212,11 @@ class OwnerMiddleware:
             send = _audited(scope, path, owner, send)
         elif needed == "inference" and self._quotas is not None and self._quotas.quotas_of(owner) != NO_QUOTAS:
             send = _with_rate_limits(self._quotas, owner, send)
-        await app(scope, receive, send)
+        try:
+            await app(scope, receive, send)
+        finally:
+            if shares is not None:
+                shares.end(owner)
 
     async def _keyed_owner(self, scope: Scope, path: str) -> Owner | None:
         """Return the owner of the request's key; None if it has no key and needs none. Raises `InvalidApiKey`."""

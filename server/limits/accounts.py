@@ -13,6 +13,7 @@ from server.limits.owners import KEYLESS_LABEL, Owner
 Resource = Literal[
     "connections",
     "body_bytes",
+    "served_requests",
     "jobs",
     "requests",
     "sequences",
@@ -24,10 +25,11 @@ Resource = Literal[
     "stored_responses",
     "stored_bytes",
 ]
-"""The counted resources, in this order: open connections; bytes of request bodies in memory; jobs (parsing, rendering,
-tokenisation, grammar checks) that wait or run; admitted requests that have not ended, and their sequences; sequences
-without an output so far, and their prompt tokens; bytes of streams that clients have not read; bytes of resumable
-streams without a connected client; running background responses; stored responses, and their bytes."""
+"""The counted resources, in this order: open connections; bytes of request bodies in memory; HTTP requests with API
+keys that are served; jobs (parsing, rendering, tokenisation, grammar checks) that wait or run; admitted requests that
+have not ended, and their sequences; sequences without an output so far, and their prompt tokens; bytes of streams that
+clients have not read; bytes of resumable streams without a connected client; running background responses; stored
+responses, and their bytes."""
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 

@@ -1,4 +1,5 @@
-"""`Connections`: bounds the number and the duration of open connections. `Acceptor`: accepts connections.
+"""`Connections`: bounds the number and the duration of open connections. `KeyShares`: shares served connections among
+API keys. `Acceptor`: accepts connections.
 
 A connection is always in one of these phases, and may end in any of them.
 
@@ -30,7 +31,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, Self
 
 from engine.config.config import ServerConfig
-from server.errors import ApiError, as_raw_response
+from server.errors import ApiError, Overloaded, as_raw_response
 from server.limits.accounts import Accounts
 from server.limits.owners import Owner
 from server.metrics import Metrics
@@ -67,6 +68,16 @@ this rate holds; it is at least half of the age that holds when all connections 
 
 _MAX_SPARED = 16
 """Most connections that are spared in one search because they wait for this server; then one of them is closed."""
+
+_SHARE_OF_FREE = 2
+"""Number of served connections that a key may hold for each one that no key holds: two thirds of all if it is
+alone."""
+
+_LAST_PARTS = 8
+"""1 / 8 of the served connections are for keys that hold none."""
+
+_KEY_SECONDS = 1.0
+"""Time after which a client of a key that holds too many connections should retry."""
 
 _READING_SECONDS = 5.0
 """Time over which the reading rate of a slow client is measured."""
@@ -726,6 +737,43 @@ class Connections:
         if victim is not None:
             victim.evict()
         return victim is not None
+
+
+class KeyShares:
+    """Shares the connections that may be served among the holders of API keys.
+
+    `Connections` bounds their number before a key is known. With this bound alone one key could hold all of them, by
+    streams or by readers of a stored response, which wait in no queue. So a key may hold at most `_SHARE_OF_FREE`
+    times as many as no key holds (a dynamic threshold: Choudhury and Hahne, IEEE/ACM Transactions on Networking,
+    1998): when several keys take as much as they can, they hold equal parts, and connections stay free. A last part is
+    for keys that hold nothing.
+    """
+
+    def __init__(self, accounts: Accounts, metrics: Metrics) -> None:
+        self.most = math.inf
+        """Most connections that may be served at a time."""
+        self._accounts = accounts
+        self._metrics = metrics
+
+    def begin(self, owner: Owner) -> None:
+        """Count a request of the owner's key until `end`. Raises `Overloaded` if the key holds too many already."""
+        held = self._accounts.used(owner.party, "served_requests")
+        free = self.most - self._accounts.total("served_requests")
+        reserved = max(self.most // _LAST_PARTS, 1)
+        if held >= _SHARE_OF_FREE * (free - reserved) and (held or free <= 0):
+            self._metrics.connection_closed("key")
+            self._accounts.tally(owner).refused += 1
+            raise Overloaded(
+                f"{held} requests of this key are served, and {self.most} of all clients may be at a time "
+                f"(max_connections), of which {free} are kept free for other keys",
+                "requests",
+                _KEY_SECONDS,
+            )
+        self._accounts.change(owner.party, "served_requests", 1)
+
+    def end(self, owner: Owner) -> None:
+        """Note that a request was answered, or that its client has gone."""
+        self._accounts.change(owner.party, "served_requests", -1)
 
 
 class Acceptor:

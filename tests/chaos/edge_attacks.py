@@ -1,12 +1,14 @@
 """Attacks on the HTTP edge, in a process of their own: `python -m tests.chaos.edge_attacks NAME PORT`.
 
-An attack continues until standard input ends. Loads go to this machine only.
+An attack continues until standard input ends. Loads go to this machine only. It runs at the lowest priority: attackers
+are not to take the server's processor time.
 """
 
 import contextlib
 import gzip
 import itertools
 import json
+import os
 import selectors
 import socket
 import sys
@@ -626,6 +628,7 @@ KEYED_ATTACKS: dict[str, Callable[[Port, Over], None]] = {
 
 
 def main() -> None:
+    os.nice(19)
     name, port = sys.argv[1:]
     over = threading.Event()
 

@@ -5,7 +5,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Coroutine, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,30 @@ def test_a_key_finds_its_own_prefixes_and_those_of_its_group_and_no_others(team:
     assert cached(team, "other") == found
     assert cached(team, "first") == 0
     assert cached(team, "second") == found
+
+
+def test_a_key_that_holds_connections_leaves_some_to_others(tmp_path: Path) -> None:
+    """Readers of one background response wait in no queue, and each of them is served while it runs."""
+    team = Team(tmp_path, max_connections=16)
+    try:
+        endless = {"model": MODEL, "input": "A story", "max_output_tokens": 3000, "ignore_eos": True}
+        with ExitStack() as stack:
+            http = stack.enter_context(team.http("other"))
+            body = {**endless, "background": True, "stream": True}
+            events = stack.enter_context(http.stream("POST", "/v1/responses", json=body)).iter_lines()
+            created = next(line for line in events if line.startswith("data: "))
+            path = f"/v1/responses/{json.loads(created[6:])['response']['id']}?stream=true"
+            statuses = Counter[int]()
+            for _ in range(30):
+                http = stack.enter_context(team.http("other"))
+                statuses[stack.enter_context(http.stream("GET", path)).status_code] += 1
+            assert set(statuses) == {200, 429}
+            assert team.ask("light").status_code == 200
+            assert team.limits("other")["in_use"]["served_requests"] == statuses[200] + 1
+            assert team.limits("other")["used"]["refused"] == statuses[429]
+        eventually(lambda: team.limits("other")["in_use"]["served_requests"] == 0)
+    finally:
+        assert team.server.stop() == 0
 
 
 def test_with_a_shared_cache_every_key_finds_every_prefix(tmp_path: Path) -> None:

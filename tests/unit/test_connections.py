@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 
 from engine.config.config import ServerConfig
-from server.errors import ApiError
+from server.errors import ApiError, Overloaded
 from server.limits.accounts import RESOURCES, Accounts
-from server.limits.connections import Connection, ConnectionLimits, Connections, SlowRequest, TooManyConnections
+from server.limits.connections import (
+    Connection,
+    ConnectionLimits,
+    Connections,
+    KeyShares,
+    SlowRequest,
+    TooManyConnections,
+)
+from server.limits.owners import Owner
 from server.metrics import Metrics
 
 LIMITS = ConnectionLimits(connections=8, per_address=4, body_bytes=1000)
@@ -294,6 +302,44 @@ def test_nothing_is_left_of_connections_that_have_ended(edge: Edge) -> None:
     assert [edge.accounts.users(resource) for resource in RESOURCES] == [{}] * len(RESOURCES)
     assert edge.table._waiting._parties == edge.table._slow._parties == edge.table._served == {}
     assert edge.table._num_served == 0
+
+
+# -- keys -----------------------------------------------------------------------------------------------------------
+
+
+def takes(shares: KeyShares, owner: Owner) -> bool:
+    """Whether a further request of a key is served."""
+    try:
+        shares.begin(owner)
+    except Overloaded:
+        return False
+    return True
+
+
+def test_next_to_a_key_that_takes_all_it_can_others_get_connections() -> None:
+    shares = KeyShares(Accounts(), Metrics("test"))
+    shares.most = 48
+    heavy = Owner.of_key("heavy")
+    held = sum(takes(shares, heavy) for _ in range(48))
+    assert held == 28
+    assert all(takes(shares, Owner.of_key(str(number))) for number in range(20))
+    shares.end(heavy)
+    assert not takes(shares, heavy)
+    assert takes(shares, Owner.of_key("light"))
+
+
+@pytest.mark.parametrize("most", [16, 48, 5000])
+def test_keys_that_take_all_they_can_hold_equal_parts_and_leave_some(most: int) -> None:
+    accounts = Accounts()
+    shares = KeyShares(accounts, Metrics("test"))
+    shares.most = most
+    heavy = [Owner.of_key(str(number)) for number in range(10)]
+    for _ in range(most):
+        for owner in heavy:
+            takes(shares, owner)
+    held = [accounts.used(owner.party, "served_requests") for owner in heavy]
+    assert max(held) - min(held) <= 1
+    assert all(takes(shares, Owner.of_key(f"light {number}")) for number in range(most // 8))
 
 
 # -- time -----------------------------------------------------------------------------------------------------------
