@@ -320,7 +320,9 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse_incomplete(BadRequest(_TINY))
                 return
         if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(HeadTooLarge(f"the request's headers are too large; send at most {MAX_HEAD_BYTES} bytes"))
+            self._refuse_incomplete(
+                HeadTooLarge(f"the request's headers are too large; send at most {MAX_HEAD_BYTES} bytes")
+            )
 
     async def _answer_when_arrived(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application once the request has arrived, or as much of it as is buffered unread.
@@ -350,6 +352,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_body = True
         if len(self.headers) > _MAX_HEADERS:
             self._stop(HeadTooLarge(f"the request has {len(self.headers)} headers; send at most {_MAX_HEADERS}"))
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            self._stop(BadRequest("the request has a Transfer-Encoding other than chunked; send chunked alone"))
         refused = self._connection.begin_request(is_probe=self.url.partition(b"?")[0] in self._probes)
         if refused is not None:
             self._stop(refused)

@@ -461,6 +461,27 @@ async def test_heads_that_are_too_large_or_have_too_many_headers_are_refused() -
 
 
 @run
+async def test_trailers_that_are_too_large_are_refused_in_words() -> None:
+    head = GET.replace(b"GET", b"POST").replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n")
+    async with serving() as edge:
+        client = await edge.connect(head + b"1\r\nx\r\n0\r\nA: " + b"x" * (MAX_HEAD_BYTES + 1024))
+        client.half_close()
+        assert b"431 Request Header Fields Too Large" in await client.all()
+    assert edge.application.num_requests == 0
+
+
+@run
+async def test_a_transfer_coding_that_the_server_does_not_decode_is_refused() -> None:
+    """Taken as chunked alone, the bytes of a coding would be taken for the body."""
+    for coding in (b"gzip, chunked", b"chunked, chunked", b"identity"):
+        head = GET.replace(b"GET", b"POST").replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: " + coding + b"\r\n\r\n")
+        async with serving() as edge:
+            client = await edge.connect(head + b"1\r\nx\r\n0\r\n\r\n" + GET)
+            assert (await client.all()).count(b"HTTP/1.1 400") == 1
+        assert edge.application.num_requests == 0
+
+
+@run
 async def test_an_answer_before_the_body_leaves_the_connection_usable() -> None:
     async with serving() as edge:
         client = await edge.connect(b"POST /unread HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"x" * 99_999)
