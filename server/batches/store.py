@@ -94,6 +94,23 @@ class NoRoom(ApiError):
     code = "rate_limit_exceeded"
 
 
+class DiskFull(ApiError):
+    """The files or the database cannot be written: 507."""
+
+    status = 507
+    code = "insufficient_storage"
+
+
+@contextmanager
+def disk_errors(sentence: str) -> Iterator[None]:
+    """Raise `DiskFull`, which begins with `sentence`, if the disk refuses a write in this context."""
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise DiskFull(f"{sentence}: {why}; try again later") from error
+
+
 class Line(NamedTuple):
     """A line of a batch, to be computed."""
 

@@ -10,9 +10,9 @@ from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from server.batches.runner import BatchRunner
-from server.batches.store import Batch, Page, new_batch
+from server.batches.store import Batch, Page, disk_errors, new_batch
 from server.endpoints import ENDPOINTS, ORDER, EndpointFamily, is_newest_first, query_integer, query_parameter
-from server.errors import ApiError, BadRequest, BodyTooLarge, UnsupportedMediaType
+from server.errors import BadRequest, BodyTooLarge, UnsupportedMediaType
 from server.frontend import owner_of
 from server.models import Models
 from server.request_builder import read_request
@@ -47,13 +47,6 @@ def _limit(page: tuple[int, int]) -> dict[str, Any]:
     )
 
 
-class DiskFull(ApiError):
-    """A file cannot be written: 507."""
-
-    status = 507
-    code = "insufficient_storage"
-
-
 # -- files ------------------------------------------------------------------------------------------------------
 
 
@@ -75,10 +68,8 @@ async def _upload(
     http: Request, runner: BatchRunner, limit: int, owner: str, reserve: Callable[[int], None]
 ) -> FileObject:
     """Receive and store a file. Raises `BadRequest`, `BodyTooLarge`, `NoRoom` and `DiskFull`."""
-    try:
+    with disk_errors("the file cannot be kept while it arrives"):
         form = await read_form(http.headers, _counted(http, limit, reserve))
-    except OSError as error:
-        raise DiskFull(f"the file cannot be kept while it arrives: {error.strerror}; try again later") from error
     try:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
@@ -88,9 +79,8 @@ async def _upload(
                 f"purpose is {str(purpose)[:60]!r}; this server takes files for batch only", param="purpose"
             )
         seconds = _expiry(form.get("expires_after[anchor]"), form.get("expires_after[seconds]"))
-        return await asyncio.to_thread(_store, runner, file, owner, seconds)
-    except OSError as error:
-        raise DiskFull(f"the file cannot be kept: {error.strerror}; try again later") from error
+        with disk_errors("the file cannot be kept"):
+            return await asyncio.to_thread(_store, runner, file, owner, seconds)
     finally:
         await form.close()
 
@@ -183,7 +173,8 @@ async def file_content(http: Request, file_id: str) -> Response:
 @endpoints.delete("/v1/files/{file_id}", DeletedFile)
 async def delete_file(http: Request, file_id: str) -> Response:
     """Delete a file, unless it is the input of a batch that has not ended."""
-    await asyncio.to_thread(runner_of(http).store.delete_file, file_id, owner_of(http.scope).key or "")
+    with disk_errors("the file cannot be deleted"):
+        await asyncio.to_thread(runner_of(http).store.delete_file, file_id, owner_of(http.scope).key or "")
     return as_json(DeletedFile(file_id))
 
 
@@ -202,7 +193,8 @@ async def create_batch(http: Request) -> Response:
         raise BadRequest(f"input_file_id is {file.id}, which a batch wrote; upload the input", param="input_file_id")
     batch = new_batch(file.id, request.endpoint, DAY, request.metadata)
     seconds = None if request.output_expires_after is None else request.output_expires_after.seconds
-    await asyncio.to_thread(runner.store.add_batch, batch, owner.key or "", owner.party, seconds)
+    with disk_errors("the batch cannot be kept"):
+        await asyncio.to_thread(runner.store.add_batch, batch, owner.key or "", owner.party, seconds)
     runner.run(Batch(batch, owner.key or "", owner.party))
     return as_json(batch)
 
@@ -228,7 +220,8 @@ async def cancel_batch(http: Request, batch_id: str) -> Response:
     """Cancel a batch; its output has the completed answers. A batch that has ended is returned unchanged."""
     runner, owner = runner_of(http), owner_of(http.scope)
     batch = await asyncio.to_thread(runner.store.batch, batch_id, owner.key or "")
-    return as_json(await runner.cancel(Batch(batch, owner.key or "", owner.party)))
+    with disk_errors("the batch cannot be cancelled"):
+        return as_json(await runner.cancel(Batch(batch, owner.key or "", owner.party)))
 
 
 def runner_of(http: Request) -> BatchRunner:

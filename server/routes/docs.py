@@ -1,6 +1,5 @@
 """`GET /` and `/docs` for people, and `/openapi.json` for programs: where to begin with the API."""
 
-import asyncio
 from html import escape
 
 from fastapi import Request, Response
@@ -68,13 +67,13 @@ async def favicon() -> Response:
 @endpoints.get("/docs", "text/html", in_schema=False)
 async def docs(http: Request) -> HTMLResponse:
     """The API's description as a page."""
-    return HTMLResponse((await asyncio.to_thread(_description(http).forms))[1])
+    return HTMLResponse((await _description(http).forms())[1])
 
 
 @endpoints.get("/openapi.json", "application/json", in_schema=False)
 async def openapi(http: Request) -> Response:
     """The API's description for programs."""
-    return Response((await asyncio.to_thread(_description(http).forms))[0], media_type="application/json")
+    return Response((await _description(http).forms())[0], media_type="application/json")
 
 
 def _description(http: Request) -> Description:

@@ -1,6 +1,7 @@
 """`/v1/messages/batches`: Anthropic's batches, which are stored and run like those of `/v1/batches`."""
 
 import asyncio
+import sqlite3
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
-from server.batches.store import Batch, BatchStore, FileNotFound, NoRoom, Page, new_batch
+from server.batches.store import Batch, BatchStore, FileNotFound, NoRoom, Page, disk_errors, new_batch
 from server.endpoints import ENDPOINTS, EndpointFamily, query_integer, query_parameter
 from server.errors import AnthropicError, BadRequest
 from server.frontend import owner_of
@@ -59,7 +60,8 @@ async def create_message_batch(http: Request) -> Response:
         if each.custom_id in seen:
             raise BadRequest(f"requests[{index}].custom_id is {each.custom_id!r}, as in an earlier request")
         seen.add(each.custom_id)
-    batch = await asyncio.to_thread(_add, runner.store, request, owner.key or "", owner.party)
+    with disk_errors("the batch cannot be kept"):
+        batch = await asyncio.to_thread(_add, runner.store, request, owner.key or "", owner.party)
     runner.run(Batch(batch, owner.key or "", owner.party))
     return as_json(_message_batch(batch, runner.store, owner.key or "", http))
 
@@ -73,7 +75,7 @@ def _add(store: BatchStore, request: MessageBatchRequest, owner: str, party: str
     batch = new_batch(input.id, _ENDPOINT, DAY, kind="msgbatch")
     try:
         store.add_batch(batch, owner, party, None)
-    except NoRoom:
+    except (NoRoom, sqlite3.OperationalError):
         store.delete_file(input.id, owner)
         raise
     batch.request_counts.total = len(request.requests)
@@ -107,14 +109,16 @@ async def cancel_message_batch(http: Request, batch_id: str) -> Response:
     """Cancel a batch; its results have the answered messages."""
     runner, owner = runner_of(http), owner_of(http.scope)
     batch = await asyncio.to_thread(runner.store.batch, batch_id, owner.key or "")
-    batch = await runner.cancel(Batch(batch, owner.key or "", owner.party))
+    with disk_errors("the batch cannot be cancelled"):
+        batch = await runner.cancel(Batch(batch, owner.key or "", owner.party))
     return as_json(await asyncio.to_thread(_message_batch, batch, runner.store, owner.key or "", http))
 
 
 @endpoints.delete("/v1/messages/batches/{batch_id}", DeletedMessageBatch)
 async def delete_message_batch(http: Request, batch_id: str) -> Response:
     """Delete a batch that has ended, with its results."""
-    await asyncio.to_thread(runner_of(http).store.delete_batch, batch_id, owner_of(http.scope).key or "")
+    with disk_errors("the batch cannot be deleted"):
+        await asyncio.to_thread(runner_of(http).store.delete_batch, batch_id, owner_of(http.scope).key or "")
     return as_json(DeletedMessageBatch(batch_id))
 
 

@@ -195,6 +195,11 @@ def test_a_full_disk_and_a_full_share_refuse_an_upload_in_words(
         assert full.value.status_code == 507
         with pytest.raises(openai.RateLimitError, match="max_file_bytes_per_key"):
             client.files.create(file=bytes(2_000_000), purpose="batch")
+        params = {"model": "kaon-demo", "max_tokens": 1, "messages": [{"role": "user", "content": "x" * 1_300_000}]}
+        large = {"requests": [{"custom_id": "a", "params": params}]}
+        refused = server.post("/v1/messages/batches", large)
+        assert refused.status_code == 507
+        assert "the batch cannot be kept: File too large; try again later" in refused.json()["error"]["message"]
         assert client.files.create(file=bytes(10**6), purpose="batch").bytes == 10**6
 
 

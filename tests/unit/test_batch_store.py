@@ -12,7 +12,17 @@ import pytest
 
 from engine.config.config import ServerConfig
 from server.batches.runner import MAX_LINES, Pace, open_store, read_lines
-from server.batches.store import Batch, BatchNotFound, BatchStore, FileNotFound, NoRoom, new_batch, output_line
+from server.batches.store import (
+    Batch,
+    BatchNotFound,
+    BatchStore,
+    DiskFull,
+    FileNotFound,
+    NoRoom,
+    disk_errors,
+    new_batch,
+    output_line,
+)
 from server.errors import BadRequest, ShuttingDown
 
 CHAT = "/v1/chat/completions"
@@ -347,6 +357,14 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(sqlite3.OperationalError, match="full"):
             store.record(batch.object.id, 0, answer, succeeded=True)
+
+    def add_many() -> None:
+        with disk_errors("the batch cannot be kept"):
+            for _ in range(1000):
+                add_batch(store, THREE, tmp_path)
+
+    with pytest.raises(DiskFull, match=r"^the batch cannot be kept: database or disk is full; try again later$"):
+        add_many()
     store._database.execute("PRAGMA max_page_count = 100000")
     store.record(batch.object.id, 0, answer, succeeded=True)
     assert store.batch(batch.object.id, "me").request_counts.completed == 1
