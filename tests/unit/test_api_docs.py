@@ -1,12 +1,17 @@
 """docs/api.md and `/docs` describe each field as the request models do."""
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from server import openapi as api_page
-from server.openapi import fields_of, request_models, request_schemas, type_of
+from server.openapi import Description, fields_of, request_models, request_schemas, type_of
 from server.schemas.tolerated import TOLERATED
+from tests.e2e.processes import END_SECONDS
 from tools import api_docs
 
 
@@ -84,3 +89,20 @@ def test_what_stands_between_backticks_is_code_on_the_page_for_people() -> None:
 def test_every_tolerated_field_is_on_the_page() -> None:
     page = api_docs.PAGE.read_text()
     assert [field.name for field in TOLERATED if f"`{field.object_path}{field.name}`" not in page] == []
+
+
+async def test_clients_that_wait_for_the_description_occupy_one_thread() -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    release, created = threading.Event(), list[bool]()
+
+    def describe() -> dict[str, Any]:
+        created.append(release.wait(END_SECONDS))
+        return {"info": {"title": "x", "version": "1"}, "paths": {}, "components": {"schemas": {}}}
+
+    description = Description(describe, "")
+    waiting = [asyncio.create_task(description.forms()) for _ in range(5)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "other work"), END_SECONDS)
+    release.set()
+    assert len(set(await asyncio.gather(*waiting))) == 1
+    assert created == [True]
