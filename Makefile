@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long test-paths chaos soak fuzz conformance locks pins lint lint-style lint-types lint-docs format docs kernels bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model demo-head clean
+.PHONY: help install serve chat test compiled-tests test-long test-paths chaos soak fuzz conformance locks pins lint lint-style lint-types lint-docs format docs kernels bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model demo-head clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -22,6 +22,11 @@ chat: $(VENV)/.installed ## Chat in the terminal
 
 test: $(VENV)/.installed-test ## Run the tests
 	@exec $(VENV)/bin/python -m pytest -n auto --dist worksteal -m "not slow and not ops" $(ARGS)
+
+# Python compiles the tests, and what they import, once: the workers of a first `make test` begin together, and each of
+# them would compile all of it.
+compiled-tests: $(VENV)/.installed-test
+	@$(VENV)/bin/python -m pytest --collect-only -qq >$(VENV)/collected.txt || { cat $(VENV)/collected.txt; exit 1; }
 
 test-long: $(VENV)/.installed-fuzz ## Run the tests, with the long form of those that have one, on examples drawn anew
 	@exec $(VENV)/bin/python -m pytest -n auto --dist worksteal --hypothesis-profile=anew -m "not ops" $(ARGS)
