@@ -325,11 +325,24 @@ def test_two_releases_in_a_namespace_share_no_name_and_no_pod() -> None:
         ({"podDisruptionBudget": {"enabled": True, "minAvailable": "100%"}, "replicas": 3}, "is 3 of 3 pods"),
         ({"podDisruptionBudget": {"enabled": True, "minAvailable": "60%"}, "replicas": 2}, "is 2 of 2 pods"),
         ({"podDisruptionBudget": {"enabled": True, "minAvailable": "2"}, "replicas": 3}, "minAvailable"),
+        ({"podLabels": {"app": "mine"}}, "podLabels"),
+        ({"settings": {"port": 9000}}, "settings.port is the chart's own: set service.port in its place"),
+        ({"settings": {"drain_timeout": 300}}, "settings.drain_timeout is the chart's own: set drainSeconds"),
+        ({"settings": {"host": "127.0.0.1"}}, "settings.host"),
+        ({"service": {"annotations": {"a": True}}}, "annotations"),
     ],
 )
 def test_values_that_do_not_fit_are_refused_in_words(values: dict[str, Any], why: str) -> None:
     with pytest.raises(HelmError, match=re.escape(why)):
         rendered(values)
+
+
+def test_a_service_has_its_annotations_and_pods_their_account() -> None:
+    found = objects({"service": {"type": "LoadBalancer", "annotations": {"a/b": "true"}}, "serviceAccountName": "kaon"})
+    assert found["Service/kaon"]["metadata"]["annotations"] == {"a/b": "true"}
+    spec = workload(found)["spec"]
+    assert (spec["serviceAccountName"], spec["automountServiceAccountToken"]) == ("kaon", False)
+    assert faults(found) == []
 
 
 def test_the_download_runs_the_command_that_there_is() -> None:

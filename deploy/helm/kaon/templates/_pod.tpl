@@ -35,7 +35,31 @@
 {{- if $names }}{{ first $names | trim }}{{ else }}{{ include "kaon.model" . | default "kaon-demo" }}{{ end }}
 {{- end }}
 
+{{- /* Settings that other parts of the pod go by, such as probes, ports and the grace period, and the values for them. */}}
+{{- define "kaon.ownSettings" -}}
+model: model
+host: service
+port: service.port
+drain_timeout: drainSeconds
+nnodes: multiHost.size
+node_rank: multiHost.enabled
+master_addr: multiHost.enabled
+kv_events_endpoint: router.kvEvents.enabled
+kv_events_replay_endpoint: router.kvEvents.enabled
+kv_events_topic: settings.served_model_name
+ssl_certfile: tls.enabled
+ssl_keyfile: tls.enabled
+api_key: apiKeys.secret
+api_key_file: apiKeys.asFile
+{{- end }}
+
 {{- define "kaon.args" -}}
+{{- $own := fromYaml (include "kaon.ownSettings" .) }}
+{{- range $name := keys .Values.settings | sortAlpha }}
+{{- with get $own $name }}
+{{- fail (printf "settings.%s is the chart's own: set %s in its place" $name .) }}
+{{- end }}
+{{- end -}}
 - serve
 {{- with include "kaon.model" . }}
 - {{ . | quote }}
@@ -99,6 +123,9 @@ spec:
   terminationGracePeriodSeconds: {{ add .Values.drainSeconds 20 }}
 {{- with .Values.imagePullSecrets }}
   imagePullSecrets: {{ toJson . }}
+{{- end }}
+{{- with .Values.serviceAccountName }}
+  serviceAccountName: {{ . }}
 {{- end }}
 {{- with .Values.priorityClassName }}
   priorityClassName: {{ . }}
