@@ -329,7 +329,8 @@ def _yaml_data(path: Path, named_by: str) -> dict[str, Any]:
     if not path.is_file():
         raise SettingsError(f"{named_by} is {path}, but there is no such file")
     try:
-        return YamlConfigSettingsSource(_flat_model(), yaml_file=path).yaml_data
+        twice = _repeated(yaml.compose(path.read_text("utf-8"), yaml.SafeLoader))
+        values = YamlConfigSettingsSource(_flat_model(), yaml_file=path).yaml_data
     except yaml.MarkedYAMLError as error:
         line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SettingsError(f"{path} is not YAML: {error.problem}{line}") from None
@@ -337,6 +338,33 @@ def _yaml_data(path: Path, named_by: str) -> dict[str, Any]:
         raise SettingsError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     except (TypeError, ValueError, AttributeError):
         raise SettingsError(f"{path} is YAML, but not lines of the form `setting: value`") from None
+    if twice is not None:
+        raise SettingsError(f"{path} sets {twice}; remove one of the two lines")
+    return values
+
+
+def _repeated(root: Any) -> str | None:
+    """Return a key that a mapping has twice, with its line. YAML forbids it, and the parser takes the last value."""
+    import yaml
+
+    pending = [root]
+    seen: set[int] = set()
+    while pending:
+        node = pending.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            names = set()
+            for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in names:
+                        return f"{key.value} twice, again at line {key.start_mark.line + 1}"
+                    names.add(key.value)
+                pending.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            pending += node.value
+    return None
 
 
 # -- validation -------------------------------------------------------------------------------------------------

@@ -338,7 +338,8 @@ def test_values_that_do_not_fit_are_refused_in_words(values: dict[str, Any], why
 
 
 def test_a_service_has_its_annotations_and_pods_their_account() -> None:
-    found = objects({"service": {"type": "LoadBalancer", "annotations": {"a/b": "true"}}, "serviceAccountName": "kaon"})
+    service = {"type": "LoadBalancer", "annotations": {"a/b": "true"}}
+    found = objects({"service": service, "serviceAccountName": "kaon"})
     assert found["Service/kaon"]["metadata"]["annotations"] == {"a/b": "true"}
     spec = workload(found)["spec"]
     assert (spec["serviceAccountName"], spec["automountServiceAccountToken"]) == ("kaon", False)

@@ -205,6 +205,7 @@ def test_variables_of_a_kubernetes_service_are_distinguished_from_settings(monke
         ("served_model_name: {a: 1}", "served_model_name in {file} is {{'a': 1}}; it must be a valid list"),
         ("prot: 1", "prot in {file} is not a setting; did you mean port?"),
         ("http: {port: 1}", "http in {file} is not a setting"),
+        ("port: 1\nport: 2", "{file} sets port twice, again at line 2; remove one of the two lines"),
         ("port: [1", "{file} is not YAML: expected ',' or ']', but got '<stream end>' at line 1"),
         ("- port", "{file} is YAML, but not lines of the form `setting: value`"),
         ("port", "{file} is YAML, but not lines of the form `setting: value`"),

@@ -67,6 +67,7 @@ def test_one_model_is_the_special_case() -> None:
         ("models: [{model: a, port: 1}]", "port of model 1 in m.yaml is the same for all models"),
         ("models: [{model: a, load: now}]", "load of model 1 in m.yaml is now; it must be start or use"),
         ("models: [{model: a, max_num_seqs: 0}]", "max_num_seqs of model 1 in m.yaml is 0; "),
+        ("models: [{model: a, model: b}]", "m.yaml sets model twice, again at line 1; remove one of the two lines"),
         ("models: [{model: a}, {model: a}]", "models 1 and 2 in m.yaml both have a; give one another"),
         ("models: [{model: a}, {model: b, lora: [a=/x]}]", "models 1 and 2 in m.yaml both have a; "),
         ("memory_gib: 9\nmodels: [{model: a}]", "model 1 in m.yaml has no memory_gib, but the file has a budget"),
