@@ -557,7 +557,7 @@ class Scheduler:
             seq.num_placeholder += step.most_tokens(seq) if verified else 1
         for seq in partial:
             seq.num_placeholder -= 1
-        if self.use_spec:
+        if self.use_spec and (verified or not self.drafts.is_paused):
             for seq, count in zip(seqs, batch.num_next_drafts or [0] * len(seqs), strict=True):
                 seq.spec_token_ids = [UNREAD_DRAFT] * count if drafts_on_device else []
         self._submitted.append(step)
@@ -610,7 +610,9 @@ class Scheduler:
 
     def note_duration(self, batch: ScheduledBatch, seconds: float, *, drafts_on_device: bool = False) -> None:
         """Record the duration of a step that was read; it includes drafting if `drafts_on_device`."""
-        self.drafts.note_duration(batch, seconds, drafts_on_device=drafts_on_device)
+        self.drafts.note_duration(
+            batch, seconds, drafts_on_device=drafts_on_device, are_prompts_left=bool(self._prefilling)
+        )
         if self.step_budget is not None:
             self.step_budget.note(batch, seconds)
 
@@ -709,7 +711,7 @@ class Scheduler:
             outputs.append(output)
         if fwd_output.vectors:
             outputs += self._take_vectors(seqs, fwd_output.vectors, now, finished)
-        if self.use_spec:
+        if self.use_spec and (verified or fwd_output.draft_token_ids or not self.drafts.is_paused):
             computed = {seq_id for step in self._submitted for seq_id in step.batch.req_ids}
             if without_token := self.drafts.take(seqs, fwd_output, verified, computed):
                 self.retract(without_token)

@@ -578,6 +578,9 @@ class ModelRunner:
         drafts_now = self.drafter is not None and device_drafts is None
         if drafts_now and is_launched:
             drafts_now = bool(inputs.has_drafts) or any(batch.num_next_drafts)
+        if self.drafter is not None and drafts_now and self.parallel.size == 1 and not batch.num_next_drafts:
+            drafts_now = False
+            self.drafter.skip(inputs, _starting(batch))
         if self.drafter is None or not drafts_now:
             accepted = self.input_batch.store_tokens(inputs, sampled.token_ids)
             if self.drafter is not None and device_drafts is not None:

@@ -11,7 +11,7 @@ and stops drafting for a while if prompts cost more.
 """
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
@@ -43,9 +43,10 @@ KEPT_STEPS = 8
 """Steps before a try in which the drafter stores the target's hidden states."""
 _FIRST_TIMES = 4
 """Number of first measurements of a cost of which only the least counts, since they include lazy initialisation."""
-_SECONDS_LEARNT = 0.2
-"""Weight of a measurement in a mean cost."""
-_LARGEST_FACTOR = 1.5
+_SECONDS_LEARNT, _MORE_SECONDS_LEARNT = 0.2, 0.04
+"""Weight of a measurement in a cost: one below the present value, and one above it. Other processes only lengthen
+steps, so the cost is nearer to the short measurements than the mean is."""
+_LARGEST_FACTOR = 3.0
 """The largest factor by which one measurement may exceed the mean."""
 _EXACT = 8
 """Size up to which each size is measured separately; above it, sizes are grouped in eighths of a power of two."""
@@ -82,7 +83,8 @@ class _Mean:
         if self.count <= _FIRST_TIMES:
             self.seconds = seconds if self.count == 1 else min(self.seconds, seconds)
             return
-        self.seconds += _SECONDS_LEARNT * (min(seconds, _LARGEST_FACTOR * self.seconds) - self.seconds)
+        learnt = _SECONDS_LEARNT if seconds < self.seconds else _MORE_SECONDS_LEARNT
+        self.seconds += learnt * (min(seconds, _LARGEST_FACTOR * self.seconds) - self.seconds)
 
 
 class _Means:
@@ -100,10 +102,10 @@ class _Means:
             insort(self._sizes, size)
         mean.note(seconds, step)
 
-    def step(self, size: int) -> int | None:
-        """The step in which a size was measured last; None if it was not measured."""
-        mean = self._means.get(size)
-        return None if mean is None else mean.step
+    def latest_step(self, lowest: int, highest: int) -> int | None:
+        """The last step in which a size within these bounds was measured; None if none was."""
+        sizes = self._sizes[bisect_left(self._sizes, lowest) : bisect_right(self._sizes, highest)]
+        return max((self._means[size].step for size in sizes), default=None)
 
     def at(self, size: int, since: int) -> float | None:
         """The mean seconds of a size over measurements since step `since`; None if there are none."""
@@ -154,8 +156,9 @@ class StepCosts:
         self._drafting[size].note(work.depth, work.seconds, self._num_steps)
 
     def is_recent(self, num_tokens: int) -> bool:
-        """Whether a step of this size was measured recently, or no step was."""
-        last = self._steps.step(_size(num_tokens))
+        """Whether a step of about this size was measured recently, or no step was."""
+        near = max(1, num_tokens // 4)
+        last = self._steps.latest_step(_size(num_tokens - near), _size(num_tokens + near))
         return not self._num_steps or (last is not None and self._num_steps - last < _STEPS_WITH_DRAFTS)
 
     def step(self, num_tokens: int) -> float:
@@ -362,18 +365,25 @@ class DraftPlan:
         drafting_seconds: float,
         *,
         has_drafted: bool = False,
+        are_prompts_left: bool = False,
     ) -> None:
         """Record the gain or cost of drafts in a step that took `seconds`, which include `drafting_seconds`.
 
         `has_drafted`: as in `note_step`: drafts were made in the step itself, and `drafting_seconds` excludes their
-        time.
+        time. `are_prompts_left`: whether the next step computes a further part of a prompt.
         """
+        if self.net_gain.is_stopped:
+            self.net_gain.note(seconds, 0.0, has_prompts=batch.total_seqs_num_prefill > 0)
+            return
         num_rows, num_drafts = batch.total_seqs_num_decode, sum(map(len, batch.scheduled_spec_decode_tokens.values()))
         if batch.total_seqs_num_prefill or not num_rows:
-            # In such a step, drafts take as long as prompt tokens; accepted ones would have taken as long in later
-            # steps.
-            num_rejected, num_tokens = num_drafts - num_accepted, max(1, batch.total_tokens_num)
-            gained = -drafting_seconds - num_rejected / num_tokens * max(0.0, seconds - drafting_seconds)
+            # In such a step a draft takes as long as a prompt token. An accepted one saves its row's share of a later
+            # step, or, if prompts fill the later steps too, only as much time as it has taken.
+            per_token = max(0.0, seconds - drafting_seconds) / max(1, batch.total_tokens_num)
+            saved = per_token
+            if num_rows and not are_prompts_left:
+                saved = max(saved, self.costs.step(num_rows) / num_rows)
+            gained = num_accepted * saved - num_drafts * per_token - drafting_seconds
         elif num_drafts or drafting_seconds or has_drafted:
             plain = self.costs.step(num_rows)
             gained = plain * (1.0 + num_accepted / num_rows) - self.costs.with_drafting(num_rows + num_drafts, 0, 0)
@@ -394,7 +404,7 @@ class DraftPlan:
         if self.net_gain.is_stopped:
             # Stored hidden states are of no use after steps that are not stored.
             self._has_drafts, self._is_awaited, self._num_kept, self._trying = False, False, 0, set()
-            self._first_limit, self._steps_left, self._planned_size = 0, _STEPS_PER_PLAN, 0
+            self._first_limit, self._steps_left, self._planned_size = 0, _MOST_STEPS_PER_IDLE_PLAN, 0
             return
         # A few steps, or a few new or ended sequences, hardly change the best number of drafts.
         if self._steps_left <= 0 or _size(len(seqs)) != self._planned_size:

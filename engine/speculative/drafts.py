@@ -84,6 +84,11 @@ class Drafts:
         """Number of positions after a step's tokens at which a drafter stores keys and values."""
         return self.max_drafts if self._drafts_by_model else 0
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is drafted for some steps, so that `take` need not be called for a step without drafts."""
+        return self._pause_left > 0
+
     def begin_step(self) -> None:
         """Begin to schedule a step, which has no drafts yet."""
         self._has_proposed = False
@@ -118,6 +123,8 @@ class Drafts:
                 seq.spec_token_ids = []
         self._shorten(seqs, room)
         self._pause_left = self._pause_length = 0 if self._has_proposed else self.plan.num_unplanned
+        if self._pause_left:
+            self._draft_seconds, self._num_accepted = 0.0, 0
         self._paused_rows = len(seqs)
 
     def is_idle(self, seqs: Rows[Sequence]) -> bool:
@@ -221,8 +228,6 @@ class Drafts:
         """
         without_token: list[Sequence] = []
         self._draft_seconds, self._num_accepted = 0.0, 0
-        if self._pause_left and not verified and not fwd_output.draft_token_ids:
-            return without_token
         proposed, failed = fwd_output.draft_token_ids or {}, {*(fwd_output.errors or ()), *(fwd_output.refusals or ())}
         work = fwd_output.draft_work
         if work is not None:
@@ -251,13 +256,30 @@ class Drafts:
                 lookup.note(len(seq.token_ids), len(drafts), max(0, num_new - 1))
         return without_token
 
-    def note_duration(self, batch: ScheduledBatch, seconds: float, *, drafts_on_device: bool = False) -> None:
-        """Record the duration of the step that was read last; it includes drafting if `drafts_on_device`."""
+    def note_duration(
+        self,
+        batch: ScheduledBatch,
+        seconds: float,
+        *,
+        drafts_on_device: bool = False,
+        are_prompts_left: bool = False,
+    ) -> None:
+        """Record the duration of the step that was read last; it includes drafting if `drafts_on_device`.
+
+        `are_prompts_left`: whether the next step computes a further part of a prompt.
+        """
         if not self.are_on:
             return
         has_drafted = drafts_on_device and any(batch.num_next_drafts)
         if self.plan.net_gain.is_stopped or not self._pause_left:
-            self.plan.note_gain(batch, seconds, self._num_accepted, self._draft_seconds, has_drafted=has_drafted)
+            self.plan.note_gain(
+                batch,
+                seconds,
+                self._num_accepted,
+                self._draft_seconds,
+                has_drafted=has_drafted,
+                are_prompts_left=are_prompts_left,
+            )
         if self._pause_left % _MEASURED_EVERY:
             return
         if batch.total_seqs_num_decode and not batch.total_seqs_num_prefill:

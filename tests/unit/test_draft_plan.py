@@ -142,7 +142,7 @@ def test_costs_between_known_sizes_are_on_a_line_and_unknown_ones_are_tried() ->
     costs.note_step(6, 0.030)
     assert costs.step(4) == pytest.approx(0.020)
     assert costs.step(1) == 0.010
-    for _ in range(100):
+    for _ in range(200):
         costs.note_step(6, 1.0)
     assert costs.step(6) == pytest.approx(1.0, rel=0.01), "what has become slower is believed in the end"
 
@@ -217,6 +217,15 @@ def test_the_gain_of_a_sequence_is_not_the_loss_of_many() -> None:
     assert sum(simulation.verified[::16]) < 400
 
 
+def test_no_step_is_made_plain_to_measure_what_one_with_a_row_less_has_shown() -> None:
+    """A prompt takes a row's slot for a step, and such a step does not measure decodes."""
+    simulation = Simulation(8, lambda _: 0.9, step=memory_bound)
+    simulation.run(100)
+    assert not simulation.plan.is_idle
+    simulation.plan.plan(simulation.seqs[:7], ROOM)
+    assert not simulation.plan.is_idle
+
+
 class Prompts:
     """Steps of which every few have a prompt, which a drafter computes unless it is stopped."""
 
@@ -276,6 +285,28 @@ def test_drafting_next_to_prompts_in_every_step_costs_next_to_nothing() -> None:
     loses = Prompts(every=1, drafting=0.002, accepted=0)
     loses.run(100)
     assert loses.run(10_000) > 0.995
+
+
+def test_drafts_that_are_accepted_in_steps_with_prompts_save_their_share_of_later_steps() -> None:
+    """Short prompts join eight streams every third step; each step is little longer for its drafts."""
+    plan = DraftPlan(K, by_model=True)
+    plan.note_step(8, 8, 0.0006)
+    plan.note_step(8, 32, 0.0014)
+    for step in range(1000):
+        if step % 3:
+            plan.note_gain(step_of(decodes=8, drafts=24), 0.0020, 20, 0.0005)
+        else:
+            plan.note_gain(step_of(prefills=1, decodes=7, drafts=21, tokens=48), 0.0022, 18, 0.0005)
+        assert not plan.net_gain.is_stopped
+
+
+def test_drafts_in_steps_that_prompts_fill_save_no_more_than_they_take() -> None:
+    plan = DraftPlan(K, by_model=True)
+    plan.note_step(8, 8, 0.0006)
+    for _ in range(100):
+        batch = step_of(prefills=1, decodes=7, drafts=21, tokens=528)
+        plan.note_gain(batch, 0.0100, 18, 0.0005, are_prompts_left=True)
+    assert plan.net_gain.is_stopped
 
 
 def test_drafting_that_was_stopped_begins_again_when_prompts_end() -> None:
