@@ -147,11 +147,12 @@ class DeviceBatch:
         upload = self.uploads.begin()
         num_rows, starts = len(inputs.slots), inputs.seq_lens - length
         shape = num_rows, length
-        last_tokens, sampled, slots, first, counts, unread, ids, valid = upload.add(
+        last_tokens, sampled, slots, num_blocks, first, counts, unread, ids, valid = upload.add(
             [
                 inputs.last_tokens,
                 inputs.sampled_slots,
                 inputs.slots,
+                bounds.num_blocks,
                 starts,
                 bounds.counts,
                 bounds.is_unread,
@@ -175,7 +176,14 @@ class DeviceBatch:
         positions = first[:, None] + offsets
         is_padding = offsets >= counts[:, None]
         metadata.seq_lens = (first + length).int()
-        metadata.slot_mapping = mapped(tables, positions, target.block_size).masked_fill(is_padding, NO_SLOT).flatten()
+        # Attention multiplies what lies at a row's padding by zero, and another sequence may have left a NaN there. So
+        # padding is stored like drafts that will be rejected, and without a block for it the row's last one is read.
+        last_block = tables.gather(1, (num_blocks[:, None] - 1).clamp(min=0))
+        is_own = torch.arange(tables.shape[1], device=tables.device) < num_blocks[:, None]
+        torch.where(is_own, tables, last_block, out=tables)
+        has_no_block = positions >= num_blocks[:, None] * target.block_size
+        metadata.slot_mapping = mapped(tables, positions, target.block_size)
+        metadata.slot_mapping = metadata.slot_mapping.masked_fill(has_no_block, NO_SLOT).flatten()
         if inputs.states is not None:
             base = slots * target.states_per_slot
             valid = torch.where(unread, self._valid_states[slots], valid)

@@ -245,7 +245,11 @@ class GraphRunner:
         pending_rows, pending_tokens = inputs.pending_rows, inputs.pending_tokens
         bounds = inputs.bounds
         if bounds is not None:
-            bounds = RowBounds(_extended(bounds.counts, missing, 0), _extended(bounds.is_unread, missing, 0))
+            bounds = RowBounds(
+                _extended(bounds.counts, missing, 0),
+                _extended(bounds.is_unread, missing, 0),
+                _extended(bounds.num_blocks, missing, 0),
+            )
         if len(pending_rows) == len(inputs.input_ids):
             # The padding slot has a last token too, so that one operation gathers those of all rows.
             pending_rows = pending_tokens = np.arange(size)

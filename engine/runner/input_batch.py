@@ -124,6 +124,8 @@ class RowBounds(NamedTuple):
     """Tokens of each row without padding; 0 for a padding row of a graph."""
     is_unread: npt.NDArray[np.bool_]
     """Whether the row starts at the position that an unread step has stored for its slot."""
+    num_blocks: npt.NDArray[np.int64]
+    """Blocks of each row; 0 for a padding row of a graph."""
 
 
 class DraftSpan(NamedTuple):
@@ -377,7 +379,7 @@ class InputBatch:
             adapters=self._adapters_of(slots),
             query_len=length,
             has_drafts=bool(drafts),
-            bounds=RowBounds(counts, is_unread),
+            bounds=RowBounds(counts, is_unread, self._num_blocks[slots]),
         )
 
     def resolve(self, inputs: StepInputs) -> StepInputs:

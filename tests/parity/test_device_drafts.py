@@ -14,13 +14,16 @@ from engine.runner import loaded_model
 from engine.runner.device import Event
 from engine.runner.device_batch import DeviceBatch, DeviceInputs
 from engine.runner.input_batch import StepInputs
+from engine.runner.kv_cache import LayerCaches
 from engine.runner.model_runner import ModelRunner
+from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.speculative.adaptive import NetGain, StepCosts
 from models.attention.triton import TritonAttentionBackend
 from models.ops.triton.grids import most_pieces_within, num_pieces
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.delayed_device import DelayedDevice
+from tests.parity.paged_model import prompt, tensors_of
 from tests.parity.paged_torch import CapturedTorchBackend
 from tests.parity.rank_threads import RankThreads
 from tests.parity.recorded_graph import RecordingDevice
@@ -55,6 +58,8 @@ class Noted(Ahead):
             runner.device_batch = DeviceBatch(device, runner.config.max_num_seqs)
         self.unknown: list[int] = []
         """Number of tokens of a row of each such step."""
+        self.num_padded = 0
+        """Rows of these steps that had fewer tokens than the longest."""
         self.waits: list[tuple[int, int]] = []
         """By step: how often the host had waited for the device, and the number of replayed graphs, before it."""
         self.num_waits = 0
@@ -78,6 +83,7 @@ class Noted(Ahead):
             if inputs.bounds is not None:
                 assert len(self.pipeline._flights) == 1, "the step before is not read"
                 self.unknown.append(inputs.query_len)
+                self.num_padded += int((inputs.bounds.counts < inputs.query_len).sum())
                 self.waits.append((self.num_waits, getattr(self.device, "num_replayed", 0)))
             return run_model(inputs, on_device, *arguments)
 
@@ -126,6 +132,36 @@ def test_in_any_company_answers_are_those_without_drafts(checkpoint: Path, field
         assert ahead.scheduler.stats("decode", 0.0).preemptions > 0
     # Prefix hits have the drafter's keys and values too.
     assert answers(ahead.run(some())) == expected
+
+
+@pytest.mark.parametrize("name", ["the model itself", "EAGLE"])
+def test_no_row_reads_what_the_step_before_it_left_where_it_has_no_draft(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with fewer drafts than the longest are padded. Unused blocks hold NaN, as a failed sequence leaves them."""
+    case = CASES[name](tmp_path)
+    expected = answers(waiting(runner_for(case.target), uneven()))
+    allocate = LayerCaches.allocate
+
+    def allocate_nan(*arguments: Any) -> Any:
+        caches = allocate(*arguments)
+        for cache in caches.values():
+            for tensor in tensors_of(cache):
+                tensor.fill_(torch.nan)
+        return caches
+
+    monkeypatch.setattr(LayerCaches, "allocate", allocate_nan)
+    ahead = Noted(ModelRunner(load(case.target, config_of(case)), NUM_BLOCKS))
+    assert answers(ahead.run(uneven())) == expected
+    assert ahead.num_padded > 0
+
+
+def uneven() -> list[Sequence]:
+    """Rows that end after different numbers of tokens, at both sides of a block's end, so that some draft less."""
+    params = [
+        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens) for tokens in (21, 22, 23, 24, 9, 40)
+    ]
+    return [Sequence(prompt(3 + 9 * i, seed=i, vocab_size=160), 16, each, id=i) for i, each in enumerate(params)]
 
 
 def test_rejection_accepts_all_drafts_of_the_model_itself_one_step_ahead(checkpoint: Path) -> None:
