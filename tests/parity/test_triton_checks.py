@@ -16,7 +16,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.sequence import Sequence
 from models.attention.triton import TritonAttentionBackend
 from models.ops import aiter, triton
-from models.ops.self_test import Finding, Problems, first_failure, relative_error
+from models.ops.self_test import Case, Finding, Problems, first_failure, relative_error
 from models.ops.stored_weight import stored_of
 from models.ops.triton import cases, configs
 from models.ops.triton.cases import quantized_products as products
@@ -206,13 +206,13 @@ def loaded(path: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> Loa
 
 
 def only(patch: pytest.MonkeyPatch, *operators: str) -> None:
-    """Run these checks, and no others."""
-    every = kernel_checks._cases_of
-    patch.setattr(
-        kernel_checks,
-        "_cases_of",
-        lambda model: {name: every(model)[name] for name in operators if name in every(model)},
-    )
+    """Have the start compare these operators, and no others."""
+    ours_of = kernel_checks._ours_of
+
+    def selected(every: dict[str, list[Case]]) -> dict[str, list[Case]]:
+        return {name: found for name, found in ours_of(every).items() if name in operators}
+
+    patch.setattr(kernel_checks, "_ours_of", selected)
 
 
 @pytest.mark.usefixtures("triton_backend")
