@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config.config import Config
@@ -27,6 +28,7 @@ from models.ops.cpu.runtime import load_library
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.ahead import answers, waiting
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.draft_heads import WEIGHTS, make_eagle
 from tests.parity.paged_model import prompt
 from tests.parity.runners import load, rebuilt
 from tests.parity.test_speculative_decoding import sequences
@@ -215,6 +217,33 @@ def test_the_compiled_operators_draft_in_one_call_a_pass(tmp_path: Path) -> None
         assert runner.drafter is not None
         assert runner.drafter.is_recorded
         assert answers(waiting(runner, sequences(1536))) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_draft_of_a_head_that_repeats_its_target_is_accepted(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As in Qwen3-0.6B, queries are twice as wide as hidden states.
+
+    Layers of both add nothing, so that a token decides the next one by its embedding, which the head returns. The
+    target rounds its norm to bfloat16, which may exchange close tokens.
+    """
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    target = make_checkpoint(tmp_path / "target", "qwen3", vocab_size=512, **sizes)
+    head = make_eagle(tmp_path / "head", target, version=1, **sizes)
+    for path in (target, head):
+        tensors = load_file(path / WEIGHTS)
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor.zero_()
+        if path == head:
+            tensors["fc.weight"] = torch.eye(128, 256)
+        else:
+            tensors["model.norm.weight"].fill_(1.0)
+        save_file(tensors, path / WEIGHTS, {"format": "pt"})
+    eagle = {"num_speculative_tokens": K, "speculative_method": "eagle", "speculative_model": str(head)}
+    steps = Steps(runner_for(target, dtype, speculative_config=eagle))
+    assert steps.run(endless()[::2]) == Steps(runner_for(target, dtype)).run(endless()[::2])
+    assert steps.acceptance >= (1.0 if dtype is torch.float32 else 0.9)
+    assert len({token for answer in steps.run(endless()[:1]) for token in answer}) > 5
 
 
 class Toy(DraftLM):
