@@ -176,7 +176,7 @@ class OwnerMiddleware:
         """`scopes` is the scope that a key needs by path, by default `inference`; None means that any key suffices.
 
         Answers report the rest of the owner's `quotas` in their headers. `shares` bounds the requests of the scope
-        `inference` that a key may have at a time.
+        `inference` that a key may have at a time, where there are several keys.
         """
         self._app = app
         self._keys = keys
@@ -201,7 +201,8 @@ class OwnerMiddleware:
                 owner = await self._keyed_owner(scope, path) or owner
                 if needed is not None and needed not in owner.scopes:
                     raise _out_of_scope(path, needed, owner)
-                if self._shares is not None and needed == "inference" and owner.key is not None:
+                is_shared = needed == "inference" and owner.key is not None and self._keys.has_several_holders
+                if self._shares is not None and is_shared:
                     self._shares.begin(owner)
                     shares = self._shares
         except ApiError as refusal:

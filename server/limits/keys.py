@@ -56,6 +56,11 @@ class ApiKeys:
         return bool(self._given) or self._file is not None or self._tokens is not None
 
     @property
+    def has_several_holders(self) -> bool:
+        """Whether requests may come from holders of different keys, or from subjects of an identity provider."""
+        return self._tokens is not None or len(self._given.keys() | self._filed.keys()) > 1
+
+    @property
     def names(self) -> list[str]:
         """Names of the keys, in the order of the file."""
         return [each.owner.key_name for each in self._filed.values() if each.owner.key_name is not None]

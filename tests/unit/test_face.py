@@ -1,5 +1,6 @@
 """The layers that every request passes before its route: keys, request ids, CORS, access log, unknown paths."""
 
+import asyncio
 import gzip
 import hashlib
 import json
@@ -22,6 +23,8 @@ from engine.distributed.logs import BARE
 from server.access_log import AccessLog
 from server.app import create_app
 from server.frontend import owner_of
+from server.limits.accounts import Accounts
+from server.limits.connections import KeyShares
 from server.limits.key_file import KeyFile
 from server.limits.keys import ApiKeys
 from server.limits.owners import Owner
@@ -208,6 +211,26 @@ async def test_admin_calls_leave_a_line_each_with_who_what_and_outcome(
         ("POST /kaon/secret", "metrics", 403),
         ("POST /kaon/secret", "127.0.0.1", 401),
     ]
+
+
+@pytest.mark.parametrize(("keys", "statuses"), [(["sk-one"], {200}), (["sk-one", "sk-two"], {200, 429})])
+async def test_a_key_leaves_served_connections_only_to_other_keys(keys: list[str], statuses: set[int]) -> None:
+    shares = KeyShares(Accounts(), Metrics("test"))
+    shares.most = 8
+    all_begun = asyncio.Event()
+
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        await all_begun.wait()
+        await Response("ok")(scope, receive, send)
+
+    app = OwnerMiddleware(route, ApiKeys(keys), (), shares=shares)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kaon") as http:
+        asked = [http.get("/v1/models", headers={"Authorization": "Bearer sk-one"}) for _ in range(8)]
+        answers = asyncio.gather(*asked)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        all_begun.set()
+        assert {answer.status_code for answer in await answers} == statuses
 
 
 @pytest.mark.parametrize("path", ServerConfig().keyless_paths)
