@@ -35,8 +35,9 @@ class OlmoHybridAttention(HeadsNormAttention):
     def is_rotated(config: ModelConfig, layer: int) -> bool:
         """Whether the layer has rotary positions: all layers do, unless `rope_theta` is null."""
         del layer
-        rope = config.fields.section("rope_parameters")
-        return rope is None or "rope_theta" not in rope.values or rope.has("rope_theta")
+        rope = config.fields.section("rope_parameters") or config.fields.section("rope_scaling")
+        fields = rope if rope is not None and "rope_theta" in rope.values else config.fields
+        return "rope_theta" not in fields.values or fields.has("rope_theta")
 
 
 class OlmoHybridDeltaNet(DeltaMixer):

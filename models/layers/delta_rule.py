@@ -191,7 +191,11 @@ def delta_gates(
 
 
 class _SplitConvolution(ShortConvolution):
-    """A short convolution whose weight is stored as separate q, k and v tensors in checkpoints."""
+    """A short convolution whose weight is stored as separate q, k and v tensors in checkpoints.
+
+    Published checkpoints have a tensor for each projection. transformers saves the same rows in three tensors of equal
+    length instead (the last one may be shorter), and joins the three tensors when it loads them.
+    """
 
     def __init__(self, parts: dict[str | int | None, OutputPart], taps: int) -> None:
         channels = sum(span.local for part in parts.values() for span in part.spans)
@@ -202,8 +206,19 @@ class _SplitConvolution(ShortConvolution):
         )
 
     def _load_part(self, parameter: nn.Parameter, loaded: torch.Tensor, part: WeightPart) -> None:
-        assert isinstance(part, str)
-        each = self.parts[part]
-        require_shape(loaded, (each.whole, 1, len(parameter)))
-        for first, local, row in each.spans:
-            parameter.data[:, row : row + local] = loaded[first : first + local, 0].T
+        """Load the rank's channels of a tensor, which is a range of the channels of q, k and v joined."""
+        sizes, number = [each.whole for each in self.parts.values()], list(self.parts).index(part)
+        third = -(-sum(sizes) // 3)
+        thirds = [third, third, sum(sizes) - 2 * third]
+        if len(loaded) == thirds[number]:
+            sizes = thirds
+        require_shape(loaded, (sizes[number], 1, len(parameter)))
+        begin = sum(sizes[:number])
+        end, offset = begin + len(loaded), 0
+        for each in self.parts.values():
+            for span in each.spans:
+                first, past = max(begin, offset + span.first), min(end, offset + span.first + span.local)
+                if first < past:
+                    row = span.row + first - offset - span.first
+                    parameter.data[:, row : row + past - first] = loaded[first - begin : past - begin, 0].T
+            offset += each.whole

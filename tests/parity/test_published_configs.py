@@ -876,6 +876,17 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_embedding": True,
         "use_pos_enc": True,
     },
+    "OLMo Hybrid without positions, with version 4's name": {
+        "architectures": ["OlmoHybridForCausalLM"],
+        "model_type": "olmo_hybrid",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 24,
+        "max_position_embeddings": 8192,
+        "rope_scaling": None,
+        "rope_theta": None,
+        "tie_word_embeddings": False,
+    },
     "LFM2 8B-A1B": {
         "architectures": ["Lfm2MoeForCausalLM"],
         "model_type": "lfm2_moe",

@@ -85,7 +85,7 @@ _KIMI = Family(
 
 
 class OlmoHybridForCausalLM(transformers.OlmoHybridForCausalLM):
-    """Saved as it is published: transformers cuts its convolutions into three equal parts."""
+    """Saved as it is published: transformers cuts its convolutions into three equal parts instead."""
 
     def save_pretrained(self, directory: Path, **options: Any) -> None:  # type: ignore[override]
         """Convolutions as wide as the projections that they follow."""
@@ -255,7 +255,8 @@ VARIANTS = [
     Variant(
         "OlmoHybridForCausalLM",
         "shares below one, layers in turn, odd heads, biases",
-        _OLMO,
+        # Convolutions in three equal parts, as transformers saves them.
+        _OLMO._replace(model_class=transformers.OlmoHybridForCausalLM),
         {
             "linear_allow_neg_eigval": False,
             "layer_types": ["full_attention", "linear_attention"] * 2,
