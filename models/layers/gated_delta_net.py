@@ -116,7 +116,9 @@ class GatedDeltaNet(nn.Module):
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, StateCache)
         inputs, states = cache.tensors
-        if metadata.step is not None and delta_ops.remembers(projected, self.conv1d.weight, inputs, states):
+        if metadata.step is not None and delta_ops.remembers(
+            projected, self.conv1d.weight, inputs, states, key_heads=self.num_key_heads
+        ):
             return delta_ops.delta_net(
                 projected,
                 ba,

@@ -8,117 +8,201 @@
 #include "vectors.h"
 
 #define AT_ONCE 4 /* vectors of a state's columns, whose sums are then independent */
+#define CHUNK 16  /* tokens that are prepared before a state goes through them */
+#define AHEAD 8   /* keys of a state that are prefetched */
+#define MAX_TAPS 64 /* of a convolution */
 
-/* A key head of one row: its channels are its query's, its key's and its values'. */
-struct part {
-    const struct delta_net *op;
-    int64_t head, channels;
-    float *weights; /* [kernel][channels] */
-    float *window;  /* [kernel][channels], the input at position p in row p % kernel */
-    float *mixed;   /* [channels] */
-    float *read;    /* [value_dim] */
+/* A token in the layout that the state of one value head needs. The state's row of each key dimension is multiplied by
+ * `decay[key * each]`. The decayed state's value at the key is `scale` times the product of the state with `fading`. */
+struct token {
+    const float *q, *k, *fading, *decay; /* [key_dim]; `decay` has one number where `each` is 0 */
+    const float *v;                      /* [value_dim] */
+    float scale, beta;
+    float *read; /* [value_dim] what the query reads */
 };
 
-/* Index of a channel among those of all heads: all queries', all keys', all values'. */
-static int64_t channel_of(const struct part *part, int64_t channel) {
-    const struct delta_net *op = part->op;
-    int64_t keys = op->key_dim, values = op->group * op->value_dim, of_keys = op->key_heads * keys;
-    if (channel < keys) return part->head * keys + channel;
-    if (channel < 2 * keys) return of_keys + part->head * keys + channel - keys;
-    return 2 * of_keys + part->head * values + channel - 2 * keys;
+INLINE void deinterleave(const bf16 *restrict from, int64_t count, int taps, float *restrict to, int64_t stride) {
+    for (int64_t i = 0; i < count; i++)
+        for (int tap = 0; tap < taps; tap++) to[tap * stride + i] = widen(from[i * taps + tap]);
 }
 
-static struct part set_up(const struct delta_net *op, int64_t head, struct worker *worker) {
-    int64_t channels = 2 * op->key_dim + op->group * op->value_dim, room = parts(channels, LANES) * LANES;
-    float *floats = (float *)worker->scratch;
-    struct part part = {.op = op, .head = head, .channels = room, .weights = floats};
-    part.window = part.weights + op->kernel * room;
-    part.mixed = part.window + op->kernel * room;
-    part.read = part.mixed + room;
-    memset(floats, 0, 2 * op->kernel * room * sizeof(float));
-    for (int64_t channel = 0; channel < channels; channel++)
-        for (int64_t i = 0; i < op->kernel; i++)
-            part.weights[i * room + channel] = widen(op->conv[channel_of(&part, channel) * op->kernel + i]);
-    return part;
+INLINE void interleave(const float *const *from, int64_t count, int taps, bf16 *restrict to) {
+    for (int64_t i = 0; i < count; i++)
+        for (int tap = 0; tap < taps; tap++) to[i * taps + tap] = narrow(from[tap][i]);
 }
 
-/* The inputs before the step's first token, which is at position kernel - 1. */
-static void remember(const struct part *part, const bf16 *state) {
-    const struct delta_net *op = part->op;
-    int64_t kept = op->kernel - 1, channels = 2 * op->key_dim + op->group * op->value_dim;
-    for (int64_t channel = 0; channel < channels; channel++)
-        for (int64_t i = 0; i < kept; i++)
-            part->window[i * part->channels + channel] = widen(state[channel_of(part, channel) * kept + i]);
+/* Transpose [count, taps] to the rows of [taps, stride]. */
+CLONES static void to_rows(const bf16 *from, int64_t count, int64_t taps, float *to, int64_t stride) {
+    if (taps == 3) deinterleave(from, count, 3, to, stride);
+    else if (taps == 4) deinterleave(from, count, 4, to, stride);
+    else deinterleave(from, count, (int)taps, to, stride);
 }
 
-/* Store the last inputs; the step has ended before `position`. */
-static void keep(const struct part *part, int64_t position, bf16 *state) {
-    const struct delta_net *op = part->op;
-    int64_t kept = op->kernel - 1, channels = 2 * op->key_dim + op->group * op->value_dim;
-    for (int64_t channel = 0; channel < channels; channel++)
-        for (int64_t i = 0; i < kept; i++) {
-            int64_t row = (position - kept + i) % op->kernel;
-            state[channel_of(part, channel) * kept + i] = narrow(part->window[row * part->channels + channel]);
-        }
+/* Transpose the rows, each [count], to [count, taps]. */
+CLONES static void from_rows(const float *const *from, int64_t count, int64_t taps, bf16 *to) {
+    if (taps == 3) interleave(from, count, 3, to);
+    else interleave(from, count, (int)taps, to);
 }
 
-/* Convolve each channel over its own last inputs. */
-CLONES static void convolve(const struct part *part, const bf16 *x, int64_t position) {
-    const struct delta_net *op = part->op;
-    int64_t channels = 2 * op->key_dim + op->group * op->value_dim;
-    float *now = part->window + position % op->kernel * part->channels;
-    for (int64_t i = 0; i < channels; i++) now[i] = widen(x[i]);
-    for (int64_t i = 0; i < part->channels; i += LANES) {
-        vector sum = {0};
-        for (int64_t tap = 0; tap < op->kernel; tap++) {
-            int64_t row = (position + 1 + tap) % op->kernel;
-            sum += load(part->weights + tap * part->channels + i) * load(part->window + row * part->channels + i);
-        }
-        store(part->mixed + i, sum * sigmoid_of(sum));
-    }
+CLONES static void widen_all(const bf16 *from, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i++) to[i] = widen(from[i]);
+}
+
+CLONES static void narrow_all(const float *from, int64_t count, bf16 *to) {
+    for (int64_t i = 0; i < count; i += LANES) store_bf16(to + i, load(from + i));
 }
 
 /* Scale to the length `wanted`. */
 CLONES static void scale_to(float *x, int64_t size, float wanted) {
-    float squares = 0;
-    for (int64_t i = 0; i < size; i++) squares += x[i] * x[i];
-    float scale = wanted / sqrtf(squares + 1e-6f);
-    for (int64_t i = 0; i < size; i++) x[i] *= scale;
+    vector squares = {0};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) squares += load(x + i) * load(x + i);
+    for (; i < size; i++) rest += x[i] * x[i];
+    float scale = wanted / sqrtf(sum_of(squares) + rest + 1e-6f);
+    for (i = 0; i < size; i++) x[i] *= scale;
 }
 
-/* `each`: 1 if every key dimension has a decay of its own, 0 if they share one. */
-INLINE void recur_columns(const float *before, float *state, const float *q, const float *k, const float *v,
-                          const float *decay, int64_t each, float beta, int64_t key_dim, int64_t value_dim, int count,
-                          float *read) {
-    vector held[AT_ONCE] = {{0}}, sums[AT_ONCE] = {{0}};
-    for (int64_t key = 0; key < key_dim; key++)
+/* Take some columns of a state through the tokens. Each element of the state is loaded and stored once per token: when a
+ * token has changed an element, the next token's key reads it at once. The last token runs the same instructions, although
+ * its `next` is not used, since compilers may round a sum of two products in two ways. `more`: whether to prefetch the
+ * columns that follow. */
+INLINE void recur_columns(const float *before, float *state, const struct token *tokens, int64_t num_tokens,
+                          int64_t column, int64_t each, int64_t key_dim, int64_t value_dim, int count, int more) {
+    vector held[AT_ONCE] = {{0}};
+    before += column, state += column;
+    for (int64_t key = 0; key < key_dim; key++) {
+        const float *row = before + key * value_dim;
+        float fading = tokens->fading[key];
         for (int i = 0; i < count; i++) {
-            int64_t at = key * value_dim + i * LANES;
-            vector now = load(before + at) * decay[key * each];
-            store(state + at, now);
-            held[i] += k[key] * now;
+            if (key + AHEAD < key_dim) __builtin_prefetch(row + AHEAD * value_dim + i * LANES);
+            if (more) __builtin_prefetch(row + (count + i) * LANES);
+            held[i] += load(row + i * LANES) * fading;
         }
-    for (int i = 0; i < count; i++) held[i] = (load(v + i * LANES) - held[i]) * beta;
-    for (int64_t key = 0; key < key_dim; key++)
-        for (int i = 0; i < count; i++) {
-            float *at = state + key * value_dim + i * LANES;
-            vector now = load(at) + k[key] * held[i];
-            store(at, now);
-            sums[i] += q[key] * now;
+    }
+    for (int64_t t = 0; t < num_tokens; t++, before = state) {
+        const struct token *token = tokens + t;
+        const float *q = token->q, *k = token->k, *decay = token->decay;
+        const float *fading = tokens[min64(t + 1, num_tokens - 1)].fading;
+        vector sums[AT_ONCE] = {{0}}, next[AT_ONCE] = {{0}};
+        for (int i = 0; i < count; i++)
+            held[i] = (load(token->v + column + i * LANES) - held[i] * token->scale) * token->beta;
+        for (int64_t key = 0; key < key_dim; key++) {
+            float fades = decay[key * each], own = k[key], query = q[key], following = fading[key];
+            for (int i = 0; i < count; i++) {
+                int64_t at = key * value_dim + i * LANES;
+                vector now = load(before + at) * fades + held[i] * own;
+                sums[i] += now * query;
+                next[i] += now * following;
+                store(state + at, now);
+            }
         }
-    for (int i = 0; i < count; i++) store(read + i * LANES, sums[i]);
+        for (int i = 0; i < count; i++) store(token->read + column + i * LANES, sums[i]), held[i] = next[i];
+    }
 }
 
-/* The state before decays into the state after, which may be the same memory, and its value at the key moves towards
- * the token's value; the query reads it afterwards. */
-CLONES static void recur(const float *before, float *state, const float *q, const float *k, const float *v,
-                         const float *decay, int64_t each, float beta, int64_t key_dim, int64_t value_dim,
-                         float *read) {
+/* For each token the state before decays into the state after, which may be the same memory, and its value at the key
+ * moves towards the token's value; the query reads it afterwards. */
+CLONES static void recur(const float *before, float *state, const struct token *tokens, int64_t num_tokens,
+                         int64_t each, int64_t key_dim, int64_t value_dim) {
     int64_t i = 0;
     for (; i + AT_ONCE * LANES <= value_dim; i += AT_ONCE * LANES)
-        recur_columns(before + i, state + i, q, k, v + i, decay, each, beta, key_dim, value_dim, AT_ONCE, read + i);
+        recur_columns(before, state, tokens, num_tokens, i, each, key_dim, value_dim, AT_ONCE,
+                      i + 2 * AT_ONCE * LANES <= value_dim);
     for (; i < value_dim; i += LANES)
-        recur_columns(before + i, state + i, q, k, v + i, decay, each, beta, key_dim, value_dim, 1, read + i);
+        recur_columns(before, state, tokens, num_tokens, i, each, key_dim, value_dim, 1, 0);
+}
+
+/* Address of a token's state. */
+static int64_t slot_after(const struct step *step, int64_t row, int64_t token) {
+    return step->states_after ? step->states_after[token] : step->state_slots[row];
+}
+
+/* The end of the tokens from `first` on that a state goes through at once: those whose states go to the same slot. */
+static int64_t chunk_past(const struct step *step, int64_t row, int64_t first) {
+    int64_t past = min64(step->query_starts[row + 1], first + CHUNK), token = first + 1;
+    while (token < past && slot_after(step, row, token) == slot_after(step, row, first)) token++;
+    return token;
+}
+
+/* A key head of one row: its channels are its query's, its key's and its values'. */
+struct part {
+    const struct delta_net *op;
+    int64_t head, channels, room; /* `room`: channels, padded to whole vectors */
+    float *weights; /* [kernel][room] */
+    float *window;  /* [kernel][room], the input at position p in row p % kernel */
+    float *mixed;   /* [CHUNK][room] */
+    float *read;    /* [CHUNK][value_dim] */
+};
+
+/* A section of the head's channels: its queries, its keys or its values. */
+struct section {
+    int64_t first, count, offset; /* `first`: index among the channels of all heads; `offset`: among the head's */
+};
+
+static void sections_of(const struct part *part, struct section sections[3]) {
+    const struct delta_net *op = part->op;
+    int64_t keys = op->key_dim, values = op->group * op->value_dim, of_keys = op->key_heads * keys;
+    sections[0] = (struct section){part->head * keys, keys, 0};
+    sections[1] = (struct section){of_keys + part->head * keys, keys, keys};
+    sections[2] = (struct section){2 * of_keys + part->head * values, values, 2 * keys};
+}
+
+static struct part set_up(const struct delta_net *op, int64_t head, struct worker *worker) {
+    int64_t channels = 2 * op->key_dim + op->group * op->value_dim, room = parts(channels, LANES) * LANES;
+    struct part part = {.op = op, .head = head, .channels = channels, .room = room};
+    part.weights = (float *)worker->scratch;
+    part.window = part.weights + op->kernel * room;
+    part.mixed = part.window + op->kernel * room;
+    part.read = part.mixed + CHUNK * room;
+    for (int64_t i = 0; i < 2 * op->kernel; i++)
+        memset(part.weights + i * room + channels, 0, (room - channels) * sizeof(float));
+    struct section sections[3];
+    sections_of(&part, sections);
+    for (int i = 0; i < 3; i++)
+        to_rows(op->conv + sections[i].first * op->kernel, sections[i].count, op->kernel,
+                part.weights + sections[i].offset, room);
+    return part;
+}
+
+/* Load the inputs before the step's first token, which is at position kernel - 1. Without a state they are zeros. */
+static void remember(const struct part *part, const bf16 *state) {
+    int64_t kept = part->op->kernel - 1;
+    struct section sections[3];
+    sections_of(part, sections);
+    if (!state) memset(part->window, 0, kept * part->room * sizeof(float));
+    else
+        for (int i = 0; i < 3; i++)
+            to_rows(state + sections[i].first * kept, sections[i].count, kept, part->window + sections[i].offset,
+                    part->room);
+}
+
+/* Store the last inputs; the step has ended before `position`. */
+static void keep(const struct part *part, int64_t position, bf16 *state) {
+    int64_t kernel = part->op->kernel, kept = kernel - 1;
+    struct section sections[3];
+    sections_of(part, sections);
+    const float *rows[MAX_TAPS];
+    for (int i = 0; i < 3; i++) {
+        for (int64_t tap = 0; tap < kept; tap++)
+            rows[tap] = part->window + (position - kept + tap) % kernel * part->room + sections[i].offset;
+        from_rows(rows, sections[i].count, kept, state + sections[i].first * kept);
+    }
+}
+
+/* Convolve each channel over its own last inputs. */
+CLONES static void convolve(const struct part *part, const bf16 *x, int64_t position, float *mixed) {
+    int64_t kernel = part->op->kernel, room = part->room;
+    float *now = part->window + position % kernel * room;
+    for (int64_t i = 0; i < part->channels; i++) now[i] = widen(x[i]);
+    for (int64_t i = 0; i < room; i += LANES) {
+        vector sum = {0};
+        for (int64_t tap = 0; tap < kernel; tap++) {
+            int64_t row = (position + 1 + tap) % kernel;
+            sum += load(part->weights + tap * room + i) * load(part->window + row * room + i);
+        }
+        store(mixed + i, sum * sigmoid_of(sum));
+    }
 }
 
 /* The norm of the read values, times the gate. */
@@ -137,51 +221,60 @@ static float decay_of(const struct delta_net *op, int64_t head, float a) {
     return expf(-expf(widen(op->a_log[head])) * softplus);
 }
 
-/* One token, for each of the value heads that share the part's key. */
-static void read_token(const struct part *part, int64_t token, const float *before, float *states) {
+/* The tokens of a chunk, for each of the value heads that share the part's key. */
+static void read_tokens(const struct part *part, int64_t first, int64_t past, const float *before, float *states) {
     const struct delta_net *op = part->op;
     int64_t keys = op->key_dim, values = op->value_dim, wide = op->group * values;
-    const bf16 *gates = op->x + token * op->x_stride + part->head * 2 * (keys + wide) + 2 * keys + wide;
-    const bf16 *b = op->ba + token * op->ba_stride + part->head * 2 * op->group, *a = b + op->group;
-    float *q = part->mixed, *k = q + keys;
-    scale_to(q, keys, 1.0f / sqrtf((float)keys));
-    scale_to(k, keys, 1);
+    struct token tokens[CHUNK];
+    float decays[CHUNK];
     for (int64_t i = 0; i < op->group; i++) {
         int64_t head = part->head * op->group + i;
-        float beta = 1 / (1 + expf(-widen(b[i]))), decay = decay_of(op, head, widen(a[i]));
-        recur(before + i * keys * values, states + i * keys * values, q, k, k + keys + i * values, &decay, 0, beta,
-              keys, values, part->read);
-        write_gated(op, part->read, gates + i * values, op->out + token * op->out_stride + head * values);
+        for (int64_t token = first; token < past; token++) {
+            const bf16 *b = op->ba + token * op->ba_stride + part->head * 2 * op->group, *a = b + op->group;
+            const float *q = part->mixed + (token - first) * part->room, *k = q + keys;
+            float decay = decays[token - first] = decay_of(op, head, widen(a[i]));
+            tokens[token - first] = (struct token){
+                .q = q, .k = k, .fading = k, .decay = decays + (token - first), .v = k + keys + i * values,
+                .scale = decay, .beta = 1 / (1 + expf(-widen(b[i]))), .read = part->read + (token - first) * values,
+            };
+        }
+        recur(before + i * keys * values, states + i * keys * values, tokens, past - first, 0, keys, values);
+        for (int64_t token = first; token < past; token++) {
+            const bf16 *gates = op->x + token * op->x_stride + part->head * 2 * (keys + wide) + 2 * keys + wide;
+            write_gated(op, tokens[token - first].read, gates + i * values,
+                        op->out + token * op->out_stride + head * values);
+        }
     }
-}
-
-/* Address of a token's state. */
-static int64_t slot_after(const struct step *step, int64_t row, int64_t token) {
-    return step->states_after ? step->states_after[token] : step->state_slots[row];
 }
 
 static void read_row(const struct part *part, const struct step *step, int64_t row) {
     const struct delta_net *op = part->op;
-    int64_t first = step->query_starts[row], past = step->query_starts[row + 1], slot = step->state_slots[row];
-    if (first == past) return;
-    int64_t wide = op->group * op->value_dim, state = op->key_dim * wide, position = op->kernel - 1;
-    int64_t of_slot = op->key_heads * (2 * op->key_dim + wide) * (op->kernel - 1);
+    int64_t first = step->query_starts[row], end = step->query_starts[row + 1], slot = step->state_slots[row];
+    if (first == end) return;
+    int64_t keys = op->key_dim, wide = op->group * op->value_dim, state = keys * wide, position = op->kernel - 1;
+    int64_t of_slot = op->key_heads * (2 * keys + wide) * (op->kernel - 1);
     float *before = op->states + (slot * op->key_heads + part->head) * state;
-    int begins = step->seq_lens[row] == past - first && slot_after(step, row, first) >= 0;
+    int begins = step->seq_lens[row] == end - first && slot_after(step, row, first) >= 0;
     if (begins) memset(before, 0, state * sizeof(float));
-    else remember(part, op->inputs + slot * of_slot);
-    for (int64_t token = first; token < past; token++) {
-        int64_t after = slot_after(step, row, token);
+    remember(part, begins ? NULL : op->inputs + slot * of_slot);
+    for (int64_t past; first < end; first = past) {
+        int64_t after = slot_after(step, row, first);
+        past = chunk_past(step, row, first);
         if (after < 0) {
-            memset(op->out + token * op->out_stride + part->head * wide, 0, wide * sizeof(bf16));
+            for (int64_t token = first; token < past; token++)
+                memset(op->out + token * op->out_stride + part->head * wide, 0, wide * sizeof(bf16));
             continue;
         }
         float *states = op->states + (after * op->key_heads + part->head) * state;
-        convolve(part, op->x + token * op->x_stride + part->head * 2 * (op->key_dim + wide), position++);
-        read_token(part, token, before, states);
+        for (int64_t token = first; token < past; token++) {
+            float *mixed = part->mixed + (token - first) * part->room;
+            convolve(part, op->x + token * op->x_stride + part->head * 2 * (keys + wide), position++, mixed);
+            scale_to(mixed, keys, 1.0f / sqrtf((float)keys));
+            scale_to(mixed + keys, keys, 1);
+        }
+        read_tokens(part, first, past, before, states);
         before = states;
-        if (token + 1 == past || slot_after(step, row, token + 1) != after)
-            keep(part, position, op->inputs + after * of_slot);
+        if (past == end || slot_after(step, row, past) != after) keep(part, position, op->inputs + after * of_slot);
     }
 }
 
@@ -198,7 +291,7 @@ void delta_net(const void *arguments, const struct step *step, struct worker *wo
 struct ruled {
     const struct delta_rule *op;
     int64_t head;
-    float *q, *k, *v, *decay, *read;
+    float *floats; /* [CHUNK][4 * key_dim + 2 * value_dim] */
 };
 
 static float *ruled_state(const struct ruled *ruled, int64_t slot) {
@@ -206,45 +299,63 @@ static float *ruled_state(const struct ruled *ruled, int64_t slot) {
     return op->states + (slot * op->heads + ruled->head) * op->key_dim * op->value_dim;
 }
 
-CLONES static void widen_all(const bf16 *from, int64_t count, float *to) {
-    for (int64_t i = 0; i < count; i++) to[i] = widen(from[i]);
+/* Compute each key dimension's decay, exp(-rate * softplus(a + bias)), and the key multiplied by it. */
+CLONES static void fade_keys(const bf16 *a, const float *bias, const float *k, int64_t count, float rate, float *decay,
+                             float *fading) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        int64_t width = min64(LANES, count - i);
+        float some[2][LANES] = {{0}};
+        memcpy(some[0], bias + i, width * sizeof(float));
+        memcpy(some[1], k + i, width * sizeof(float));
+        vector faded = exp_of(softplus_of(load_some(a + i, width) + load(some[0])) * -rate), key = load(some[1]) * faded;
+        memcpy(decay + i, &faded, width * sizeof(float));
+        memcpy(fading + i, &key, width * sizeof(float));
+    }
 }
 
-static void rule_token(const struct ruled *ruled, int64_t token, const float *before, float *state) {
+static struct token rule_token(const struct ruled *ruled, int64_t token, float *floats) {
     const struct delta_rule *op = ruled->op;
     int64_t keys = op->key_dim, values = op->value_dim, head = ruled->head, of_keys = op->heads / op->group * keys;
     const bf16 *x = op->x + token * op->x_stride, *a = op->a + token * op->a_stride + head * op->decays;
-    widen_all(x + head / op->group * keys, keys, ruled->q);
-    widen_all(x + of_keys + head / op->group * keys, keys, ruled->k);
-    widen_all(x + 2 * of_keys + head * values, values, ruled->v);
-    scale_to(ruled->q, keys, 1.0f / sqrtf((float)keys));
-    scale_to(ruled->k, keys, 1);
-    float rate = expf(op->a_log[head]);
-    for (int64_t i = 0; i < op->decays; i++) {
-        float raw = widen(a[i]) + op->dt_bias[head * op->decays + i], softplus = raw > 20 ? raw : log1pf(expf(raw));
-        ruled->decay[i] = expf(-rate * softplus);
+    float *q = floats, *k = q + keys, *decay = k + keys, *fading = decay + keys, *v = fading + keys;
+    widen_all(x + head / op->group * keys, keys, q);
+    widen_all(x + of_keys + head / op->group * keys, keys, k);
+    widen_all(x + 2 * of_keys + head * values, values, v);
+    scale_to(q, keys, 1.0f / sqrtf((float)keys));
+    scale_to(k, keys, 1);
+    float beta = (float)op->most / (1 + expf(-widen(op->b[token * op->b_stride + head]))), rate = expf(op->a_log[head]);
+    struct token made = {.q = q, .k = k, .fading = k, .decay = decay, .v = v, .scale = 1, .beta = beta, .read = v + values};
+    if (op->decays > 1) {
+        fade_keys(a, op->dt_bias + head * keys, k, keys, rate, decay, fading);
+        made.fading = fading;
+    } else {
+        float raw = widen(a[0]) + op->dt_bias[head], softplus = raw > 20 ? raw : log1pf(expf(raw));
+        made.scale = decay[0] = expf(-rate * softplus);
     }
-    float beta = (float)op->most / (1 + expf(-widen(op->b[token * op->b_stride + head])));
-    recur(before, state, ruled->q, ruled->k, ruled->v, ruled->decay, op->decays > 1, beta, keys, values, ruled->read);
-    bf16 *out = op->out + token * op->out_stride + head * values;
-    for (int64_t i = 0; i < values; i++) out[i] = narrow(ruled->read[i]);
+    return made;
 }
 
 static void rule_row(const struct ruled *ruled, const struct step *step, int64_t row) {
     const struct delta_rule *op = ruled->op;
-    int64_t first = step->query_starts[row], past = step->query_starts[row + 1];
-    if (first == past) return;
+    int64_t first = step->query_starts[row], end = step->query_starts[row + 1], values = op->value_dim;
+    if (first == end) return;
     float *before = ruled_state(ruled, step->state_slots[row]);
-    if (step->seq_lens[row] == past - first && slot_after(step, row, first) >= 0)
-        memset(before, 0, op->key_dim * op->value_dim * sizeof(float));
-    for (int64_t token = first; token < past; token++) {
-        int64_t after = slot_after(step, row, token);
+    if (step->seq_lens[row] == end - first && slot_after(step, row, first) >= 0)
+        memset(before, 0, op->key_dim * values * sizeof(float));
+    for (int64_t past; first < end; first = past) {
+        int64_t after = slot_after(step, row, first);
+        past = chunk_past(step, row, first);
+        bf16 *out = op->out + first * op->out_stride + ruled->head * values;
         if (after < 0) {
-            memset(op->out + token * op->out_stride + ruled->head * op->value_dim, 0, op->value_dim * sizeof(bf16));
+            for (int64_t i = 0; i < past - first; i++) memset(out + i * op->out_stride, 0, values * sizeof(bf16));
             continue;
         }
+        struct token tokens[CHUNK];
         float *state = ruled_state(ruled, after);
-        rule_token(ruled, token, before, state);
+        for (int64_t i = 0; i < past - first; i++)
+            tokens[i] = rule_token(ruled, first + i, ruled->floats + i * (4 * op->key_dim + 2 * values));
+        recur(before, state, tokens, past - first, op->decays > 1, op->key_dim, values);
+        for (int64_t i = 0; i < past - first; i++) narrow_all(tokens[i].read, values, out + i * op->out_stride);
         before = state;
     }
 }
@@ -252,11 +363,7 @@ static void rule_row(const struct ruled *ruled, const struct step *step, int64_t
 /* Tasks: value heads of rows. */
 void delta_rule(const void *arguments, const struct step *step, struct worker *worker) {
     const struct delta_rule *op = arguments;
-    struct ruled ruled = {.op = op, .q = (float *)worker->scratch};
-    ruled.k = ruled.q + op->key_dim;
-    ruled.decay = ruled.k + op->key_dim;
-    ruled.v = ruled.decay + op->key_dim;
-    ruled.read = ruled.v + op->value_dim;
+    struct ruled ruled = {.op = op, .floats = (float *)worker->scratch};
     for (int64_t task; (task = take_task(worker)) < step->num_rows * op->heads;) {
         ruled.head = task % op->heads;
         rule_row(&ruled, step, task / op->heads);

@@ -6,8 +6,10 @@ from models.ops.cpu import structures
 from models.ops.cpu.runtime import current, pointer, runs
 from models.ops.cpu.structures import Step
 
-_MAX_WINDOW = 1 << 18
-"""Limit of a key head's channels times the convolution's taps; a thread's scratch holds two such windows."""
+_MAX_CHANNELS = 1 << 13
+"""Limit of a head's queries, keys and values; a thread's scratch holds those of sixteen tokens several times."""
+_MAX_TAPS = 64
+"""Limit of a convolution's taps; a thread's scratch holds the weights and inputs of all taps."""
 
 
 def gate_heads(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
@@ -35,14 +37,17 @@ def gate_heads(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
     return out.view(num_tokens, heads, dim)
 
 
-def remembers(x: torch.Tensor, conv: torch.Tensor, inputs: torch.Tensor, states: torch.Tensor) -> bool:
+def remembers(
+    x: torch.Tensor, conv: torch.Tensor, inputs: torch.Tensor, states: torch.Tensor, *, key_heads: int
+) -> bool:
     """Whether `delta_net` supports these shapes and dtypes."""
     channels, kernel = conv.shape[0], conv.shape[-1]
     return (
         runs(x, conv, inputs)
         and states.dtype is torch.float32
         and states.shape[3] % 16 == 0
-        and channels * kernel <= _MAX_WINDOW
+        and channels // key_heads <= _MAX_CHANNELS
+        and kernel <= _MAX_TAPS
     )
 
 
@@ -96,7 +101,7 @@ def delta_net(
 def rules(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, states: torch.Tensor) -> bool:
     """Whether `delta_rule` supports these shapes and dtypes."""
     _, _, key_dim, value_dim = states.shape
-    is_sized = value_dim % 16 == 0 and key_dim + value_dim <= _MAX_WINDOW
+    is_sized = value_dim % 16 == 0 and 2 * key_dim + value_dim <= _MAX_CHANNELS
     return runs(x, a, b) and states.dtype is torch.float32 and is_sized
 
 

@@ -49,58 +49,120 @@ static bf16 *inputs_of(const struct short_conv *op, int64_t slot) {
     return op->inputs + slot * (op->kernel - 1) * op->channels;
 }
 
-/* 16 channels of the input at a token of the span or before it. */
-INLINE vector input_at(const struct short_conv *op, const struct span *span, int64_t token, int64_t channel,
-                       int64_t count) {
-    if (token < span->first) {
-        if (span->before < 0) return (vector){0};
-        int64_t at = (token - span->first + op->kernel - 1) * op->channels + channel;
-        return load_some(inputs_of(op, span->before) + at, count);
-    }
-    vector x = load_some(op->x + token * op->x_stride + channel, count);
-    if (!op->before) return x;
-    x *= load_some(op->before + token * op->gate_stride + channel, count);
-    return (vector)(rounded(x) & 0xffff0000); /* as it is stored */
-}
+/* A block of channels in float32: the taps' weights [kernel][CHANNELS], and a window of the last inputs, where row
+ * p % kernel is the input at position p. */
+struct block {
+    int64_t channel, count;
+    float *weights, *window;
+};
 
-CLONES static void widen_weights(const struct short_conv *op, int64_t channel, int64_t count, float *weights) {
+CLONES static void set_up(const struct short_conv *op, const struct block *block) {
     for (int64_t tap = 0; tap < op->kernel; tap++)
-        for (int64_t i = 0; i < count; i += LANES)
-            store(weights + tap * CHANNELS + i,
-                  load_some(op->weight + tap * op->channels + channel + i, min64(LANES, count - i)));
+        for (int64_t i = 0; i < block->count; i += LANES)
+            store(block->weights + tap * CHANNELS + i,
+                  load_some(op->weight + tap * op->channels + block->channel + i, min64(LANES, block->count - i)));
 }
 
-CLONES static void convolve(const struct short_conv *op, const struct span *span, int64_t channel, int64_t count,
-                            const float *weights) {
-    for (int64_t token = span->first; token < span->past; token++) {
+/* Load the inputs before the span, which are at positions 0 to kernel - 2. */
+CLONES static void remember(const struct short_conv *op, const struct block *block, const struct span *span) {
+    const bf16 *inputs = span->before < 0 ? NULL : inputs_of(op, span->before) + block->channel;
+    for (int64_t position = 0; position < op->kernel - 1; position++)
+        for (int64_t i = 0; i < block->count; i += LANES)
+            store(block->window + position * CHANNELS + i,
+                  inputs ? load_some(inputs + position * op->channels + i, min64(LANES, block->count - i)) : all(0));
+}
+
+/* 16 channels of the input, rounded as it is stored. */
+INLINE vector input_at(const struct short_conv *op, int64_t token, int64_t channel, int64_t width) {
+    vector x = load_some(op->x + token * op->x_stride + channel, width);
+    if (!op->before) return x;
+    x *= load_some(op->before + token * op->gate_stride + channel, width);
+    return (vector)(rounded(x) & 0xffff0000);
+}
+
+INLINE void finish(const struct short_conv *op, int64_t token, int64_t channel, int64_t width, vector sum) {
+    if (op->bias) sum += load_some(op->bias + channel, width);
+    if (op->has_silu) sum *= sigmoid_of(sum);
+    if (op->after) sum *= load_some(op->after + token * op->gate_stride + channel, width);
+    store_some(op->out + token * op->out_stride + channel, sum, width);
+}
+
+/* `row`: the window's row of the token's input. */
+INLINE void convolve_some(const struct short_conv *op, const struct block *block, int64_t token, int64_t row, int64_t i,
+                          int64_t width, int64_t kernel) {
+    const float *weights = block->weights + i;
+    float *window = block->window + i;
+    vector x = input_at(op, token, block->channel + i, width), sum = {0};
+    for (int64_t tap = 0; tap + 1 < kernel; tap++) {
+        row = row + 1 < kernel ? row + 1 : 0;
+        sum += load(weights + tap * CHANNELS) * load(window + row * CHANNELS);
+    }
+    row = row + 1 < kernel ? row + 1 : 0;
+    store(window + row * CHANNELS, x);
+    sum += load(weights + (kernel - 1) * CHANNELS) * x;
+    finish(op, token, block->channel + i, width, sum);
+}
+
+INLINE void convolve_span(const struct short_conv *op, const struct block *block, const struct span *span,
+                          int64_t kernel) {
+    /* Copies, which no store can have changed. */
+    const struct short_conv own = *op;
+    const struct block some = *block;
+    int64_t row = kernel - 1;
+    for (int64_t token = span->first; token < span->past; token++, row = row + 1 < kernel ? row + 1 : 0) {
         /* Rows are pages apart, which hardware prefetchers do not predict. */
         if (token + AHEAD < span->past)
-            for (int64_t i = 0; i < count; i += LINE / (int64_t)sizeof(bf16))
-                __builtin_prefetch(op->x + (token + AHEAD) * op->x_stride + channel + i);
-        for (int64_t i = 0; i < count; i += LANES) {
-            int64_t width = min64(LANES, count - i), at = channel + i;
-            vector sum = {0};
-            for (int64_t tap = 0; tap < op->kernel; tap++)
-                sum += load(weights + tap * CHANNELS + i)
-                       * input_at(op, span, token - op->kernel + 1 + tap, at, width);
-            if (op->bias) sum += load_some(op->bias + at, width);
-            if (op->has_silu) sum *= sigmoid_of(sum);
-            if (op->after) sum *= load_some(op->after + token * op->gate_stride + at, width);
-            store_some(op->out + token * op->out_stride + at, sum, width);
-        }
+            for (int64_t i = 0; i < some.count; i += LINE / (int64_t)sizeof(bf16))
+                __builtin_prefetch(own.x + (token + AHEAD) * own.x_stride + some.channel + i);
+        int64_t i = 0;
+        for (; i + LANES <= some.count; i += LANES) convolve_some(&own, &some, token, row, i, LANES, kernel);
+        if (i < some.count) convolve_some(&own, &some, token, row, i, some.count - i, kernel);
     }
 }
 
-/* Store the last inputs of the span. Those that remain from before it move towards the front, so that none is
- * overwritten before it is read. */
-CLONES static void keep(const struct short_conv *op, const struct span *span, int64_t channel, int64_t count) {
-    bf16 *inputs = inputs_of(op, span->after);
-    for (int64_t i = 0; i < op->kernel - 1; i++)
-        for (int64_t j = 0; j < count; j += LANES) {
-            int64_t width = min64(LANES, count - j), at = channel + j;
-            store_some(inputs + i * op->channels + at, input_at(op, span, span->past - op->kernel + 1 + i, at, width),
-                       width);
-        }
+CLONES static void convolve(const struct short_conv *op, const struct block *block, const struct span *span) {
+    if (op->kernel == 4) convolve_span(op, block, span, 4);
+    else if (op->kernel == 3) convolve_span(op, block, span, 3);
+    else convolve_span(op, block, span, op->kernel);
+}
+
+INLINE void copy_some(bf16 *to, const bf16 *from, int64_t count) {
+    if (count == LANES) memcpy(to, from, LANES * sizeof(bf16));
+    else memmove(to, from, count * sizeof(bf16));
+}
+
+INLINE void convolve_one(const struct short_conv *op, const struct span *span, int64_t channel, int64_t width) {
+    int64_t kept = op->kernel - 1, channels = op->channels;
+    const bf16 *before = span->before < 0 ? NULL : inputs_of(op, span->before) + channel;
+    bf16 *after = inputs_of(op, span->after) + channel;
+    vector x = input_at(op, span->first, channel, width), sum = {0};
+    for (int64_t tap = 0; tap < kept; tap++) {
+        vector input = before ? load_some(before + tap * channels, width) : all(0);
+        sum += load_some(op->weight + tap * channels + channel, width) * input;
+        if (!tap) continue;
+        if (before) copy_some(after + (tap - 1) * channels, before + tap * channels, width);
+        else store_some(after + (tap - 1) * channels, all(0), width);
+    }
+    sum += load_some(op->weight + kept * channels + channel, width) * x;
+    store_some(after + (kept - 1) * channels, x, width);
+    finish(op, span->first, channel, width, sum);
+}
+
+/* Convolve a span of one token. The stored inputs are read in place and shifted by one. */
+CLONES static void convolve_token(const struct short_conv *op, const struct span *span, int64_t channel, int64_t past) {
+    const struct short_conv own = *op;
+    for (; channel + LANES <= past; channel += LANES) convolve_one(&own, span, channel, LANES);
+    if (channel < past) convolve_one(&own, span, channel, past - channel);
+}
+
+/* Store the last inputs of the span. */
+CLONES static void keep(const struct short_conv *op, const struct block *block, const struct span *span) {
+    bf16 *inputs = inputs_of(op, span->after) + block->channel;
+    int64_t kept = op->kernel - 1, first = span->past - span->first; /* position of the first stored input */
+    for (int64_t tap = 0; tap < kept; tap++)
+        for (int64_t i = 0; i < block->count; i += LANES)
+            store_some(inputs + tap * op->channels + i, load(block->window + (first + tap) % op->kernel * CHANNELS + i),
+                       min64(LANES, block->count - i));
 }
 
 /* Tasks: blocks of channels of rows. */
@@ -111,12 +173,18 @@ void short_conv(const void *arguments, const struct step *step, struct worker *w
         int64_t row = task / blocks, channel = task % blocks * CHANNELS, count = min64(CHANNELS, op->channels - channel);
         int64_t token = step->query_starts[row], slot = step->state_slots[row];
         if (token == step->query_starts[row + 1]) continue;
-        float *weights = (float *)worker->scratch;
-        widen_weights(op, channel, count, weights);
+        float *floats = (float *)worker->scratch;
+        struct block block = {channel, count, floats, floats + op->kernel * CHANNELS};
         clear_outputs(step, row, op->out + channel, op->out_stride, count);
         for (struct span span; next_span(step, row, token, slot, &span); token = span.past, slot = span.after) {
-            convolve(op, &span, channel, count, weights);
-            keep(op, &span, channel, count);
+            if (span.past - span.first == 1) {
+                convolve_token(op, &span, channel, channel + count);
+                continue;
+            }
+            set_up(op, &block);
+            remember(op, &block, &span);
+            convolve(op, &block, &span);
+            keep(op, &block, &span);
         }
     }
 }
@@ -155,21 +223,27 @@ static void read_tokens(const struct state_space *op, int64_t head, int64_t firs
 INLINE void scan_columns(const struct tokens *tokens, float *state, int64_t stride, int64_t size, int64_t column,
                          float skip, int count, int columns, float *read) {
     vector added[TOGETHER][COLUMNS], sums[TOGETHER][COLUMNS];
+    const float *b = tokens->b, *c = tokens->c;
+    float decay[TOGETHER];
+    for (int t = 0; t < count; t++) decay[t] = tokens->decay[t];
     for (int t = 0; t < count; t++)
         for (int i = 0; i < columns; i++) {
             added[t][i] = load(tokens->x + t * tokens->room + column + i * LANES) * tokens->dt[t];
             sums[t][i] = (vector){0};
         }
-    for (int64_t key = 0; key < size; key++)
+    for (int64_t key = 0; key < size; key++) {
+        float own[TOGETHER], query[TOGETHER];
+        for (int t = 0; t < count; t++) own[t] = b[t * size + key], query[t] = c[t * size + key];
         for (int i = 0; i < columns; i++) {
             float *at = state + key * stride + column + i * LANES;
             vector now = load(at);
             for (int t = 0; t < count; t++) {
-                now = now * tokens->decay[t] + added[t][i] * tokens->b[t * size + key];
-                sums[t][i] += now * tokens->c[t * size + key];
+                now = now * decay[t] + added[t][i] * own[t];
+                sums[t][i] += now * query[t];
             }
             store(at, now);
         }
+    }
     for (int t = 0; t < count; t++)
         for (int i = 0; i < columns; i++) {
             int64_t at = t * tokens->room + column + i * LANES;
@@ -298,43 +372,56 @@ void scale_rows(const void *arguments, const struct step *step, struct worker *w
                 op->out + row * op->out_stride);
 }
 
-/* log(1 + e^x) within 2e-7 of it: of e^-|x|, by the series of the inverse hyperbolic tangent of u / (2 + u). */
-INLINE vector softplus_of(vector x) {
-    vector u = exp_of(-larger(x, -x)), s = u * reciprocal_of(2.0f + u), square = s * s, sum = all(1.0f / 15);
-    for (int odd = 13; odd > 0; odd -= 2) sum = sum * square + 1.0f / odd;
-    return larger(x, all(0)) + 2.0f * s * sum;
+INLINE vector load_floats(const float *from, int64_t count) {
+    float some[LANES] = {0};
+    if (count == LANES) return load(from);
+    memcpy(some, from, count * sizeof(float));
+    return load(some);
 }
 
-/* At most LANES channels of a span. `room` holds their states [state, LANES] and then their decays. */
-CLONES static void scan_channels(const struct selective_scan *op, const struct span *span, int64_t channel,
-                                 int64_t width, float *room) {
-    float *rates = room + op->state * LANES, some[LANES] = {0}, bias[LANES] = {0}, skip[LANES] = {0};
-    int64_t of_slot = op->state * op->channels;
-    for (int64_t key = 0; key < op->state; key++) {
-        memcpy(some, op->a_log + key * op->channels + channel, width * sizeof(float));
-        store(rates + key * LANES, -exp_of(load(some)));
-        memset(some, 0, sizeof some);
-        if (span->before >= 0)
-            memcpy(some, op->states + span->before * of_slot + key * op->channels + channel, width * sizeof(float));
-        store(room + key * LANES, load(some));
+INLINE void store_floats(float *to, vector v, int64_t count) {
+    if (count == LANES) store(to, v);
+    else memcpy(to, &v, count * sizeof(float));
+}
+
+/* At most LANES channels of a span. `room` holds their states [state, LANES], their decays, and a token's keys and
+ * queries. */
+INLINE void scan_channels(const struct selective_scan *op, const struct span *span, int64_t channel, int64_t width,
+                          float *room) {
+    int64_t size = op->state, of_slot = size * op->channels;
+    float *rates = room + size * LANES, *b = rates + size * LANES, *c = b + size;
+    const float *before = span->before < 0 ? NULL : op->states + span->before * of_slot + channel;
+    vector bias = load_floats(op->dt_bias + channel, width), skip = load_floats(op->d + channel, width);
+    for (int64_t key = 0; key < size; key++) {
+        /* Prefetch the rows of the next channels, which are pages apart. */
+        __builtin_prefetch(op->a_log + key * op->channels + channel + LANES);
+        if (before) __builtin_prefetch(before + key * op->channels + LANES);
+        store(rates + key * LANES, -exp_of(load_floats(op->a_log + key * op->channels + channel, width)));
+        store(room + key * LANES, before ? load_floats(before + key * op->channels, width) : all(0));
     }
-    memcpy(bias, op->dt_bias + channel, width * sizeof(float));
-    memcpy(skip, op->d + channel, width * sizeof(float));
     for (int64_t token = span->first; token < span->past; token++) {
-        vector x = load_some(op->x + token * op->x_stride + channel, width), sum = load(skip) * x;
-        vector dt = softplus_of(load_some(op->dt + token * op->dt_stride + channel, width) + load(bias));
-        const bf16 *b = op->b + token * op->b_stride, *c = op->c + token * op->c_stride;
+        vector x = load_some(op->x + token * op->x_stride + channel, width), sum = skip * x;
+        vector dt = softplus_of(load_some(op->dt + token * op->dt_stride + channel, width) + bias);
+        widen_row(op->b + token * op->b_stride, size, b);
+        widen_row(op->c + token * op->c_stride, size, c);
         x *= dt;
-        for (int64_t key = 0; key < op->state; key++) {
-            vector now = load(room + key * LANES) * exp_of(dt * load(rates + key * LANES)) + x * widen(b[key]);
+        for (int64_t key = 0; key < size; key++) {
+            float own = b[key], query = c[key];
+            vector now = load(room + key * LANES) * exp_of(dt * load(rates + key * LANES)) + x * own;
             store(room + key * LANES, now);
-            sum += now * widen(c[key]);
+            sum += now * query;
         }
         store_some(op->out + token * op->out_stride + channel, sum, width);
     }
-    for (int64_t key = 0; key < op->state; key++)
-        memcpy(op->states + span->after * of_slot + key * op->channels + channel, room + key * LANES,
-               width * sizeof(float));
+    for (int64_t key = 0; key < size; key++)
+        store_floats(op->states + span->after * of_slot + key * op->channels + channel, load(room + key * LANES), width);
+}
+
+CLONES static void scan_block(const struct selective_scan *op, const struct span *span, int64_t first, int64_t past,
+                              float *room) {
+    int64_t channel = first;
+    for (; channel + LANES <= past; channel += LANES) scan_channels(op, span, channel, LANES, room);
+    if (channel < past) scan_channels(op, span, channel, past - channel, room);
 }
 
 /* Tasks: parts of the channels of rows. */
@@ -346,7 +433,6 @@ void selective_scan(const void *arguments, const struct step *step, struct worke
         int64_t token = step->query_starts[row], slot = step->state_slots[row];
         clear_outputs(step, row, op->out + first, op->out_stride, past - first);
         for (struct span span; next_span(step, row, token, slot, &span); token = span.past, slot = span.after)
-            for (int64_t channel = first; channel < past; channel += LANES)
-                scan_channels(op, &span, channel, min64(LANES, past - channel), (float *)worker->scratch);
+            scan_block(op, &span, first, past, (float *)worker->scratch);
     }
 }
