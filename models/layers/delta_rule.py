@@ -207,6 +207,7 @@ class _SplitConvolution(ShortConvolution):
 
     def _load_part(self, parameter: nn.Parameter, loaded: torch.Tensor, part: WeightPart) -> None:
         """Load the rank's channels of a tensor, which is a range of the channels of q, k and v joined."""
+        assert isinstance(part, str)
         sizes, number = [each.whole for each in self.parts.values()], list(self.parts).index(part)
         third = -(-sum(sizes) // 3)
         thirds = [third, third, sum(sizes) - 2 * third]

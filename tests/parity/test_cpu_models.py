@@ -98,11 +98,16 @@ _SIZES: dict[str, dict[str, Any]] = {
     "Gemma4UnifiedForCausalLM": {"head_dim": 32, "global_head_dim": 64},
     "Zamba2ForCausalLM": {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "n_mamba_heads": 8},
 }
-# One token goes to another, nearly equal expert than in float32, and later tokens attend to it.
-TURNS_TO_ANOTHER_EXPERT = {("torch", "Qwen3MoeForCausalLM"), ("operators", "DeepseekV4ForCausalLM")}
-# Most queries of this one attend to another, nearly equal token than in float32, in some layer.
-SELECTS_OTHERS = {("GlmMoeDsaForCausalLM", "every layer selects five, biases, keys all rotated")}
-VARIANTS = [each for each in all_variants() if each.architecture in _SIZES.keys() - PARTLY_TORCH]
+SELECTING = {
+    ("GlmMoeDsaForCausalLM", "every layer selects five, biases, keys all rotated"),
+    ("DeepseekV4ForCausalLM", "a layer of each kind, five entries of four tokens"),
+    ("Qwen3MoeForCausalLM", "weights as the router gives them"),
+}
+"""Variants in which rounding selects other tokens or experts, nearly as good, as chance has it: with some weights Kaon
+errs more than transformers and with others less, so that several draws of weights are compared."""
+DRAWS = 3
+SIZED = [each for each in all_variants() if each.architecture in _SIZES]
+VARIANTS = [each for each in SIZED if each.architecture not in PARTLY_TORCH]
 
 
 def _fields(variant: Variant) -> dict[str, Any]:
@@ -137,20 +142,29 @@ def runner(checkpoint: Path, **fields: object) -> ModelRunner:
     return runner_for(checkpoint, torch.bfloat16, num_kvcache_blocks=64, **fields)
 
 
-@first_of_each(VARIANTS, without=DERIVED)
-# test_architectures compares them by torch alone as well.
+@first_of_each(SIZED, without=DERIVED)
+# By torch alone test_architectures compares them too.
 @pytest.mark.parametrize(
     "by", [pytest.param("operators", marks=needs_operators), pytest.param("torch", marks=pytest.mark.slow)]
 )
-def test_errs_no_more_than_transformers_own(variant: Variant, checkpoint: Path, by: str) -> None:
-    exact = Reference(checkpoint)
-    theirs = errors_by_token(exact, Reference(checkpoint, dtype=torch.bfloat16))
+def test_errs_no_more_than_transformers_own(variant: Variant, checkpoint: Path, by: str, tmp_path: Path) -> None:
+    checkpoints = [checkpoint]
+    for seed in range(1, DRAWS if variant[:2] in SELECTING else 1):
+        directory = tmp_path / str(seed)
+        checkpoints.append(
+            make_checkpoint(directory, variant.family, seed=seed, dtype=torch.bfloat16, **_fields(variant))
+        )
+    exact = [Reference(each) for each in checkpoints]
+    theirs = [
+        errors_by_token(one, Reference(each, torch.bfloat16)) for one, each in zip(exact, checkpoints, strict=True)
+    ]
     if by == "operators":
         runtime.start(2)
-    ours = errors_by_token(exact, PagedModel(checkpoint, dtype=torch.bfloat16))
-    assert ours.median() < (1.5 if variant[:2] in SELECTS_OTHERS else 1.25) * theirs.median()
-    if (by, variant.architecture) not in TURNS_TO_ANOTHER_EXPERT:
-        assert ours.quantile(0.9) < 1.5 * theirs.quantile(0.9)
+    models = [PagedModel(each, dtype=torch.bfloat16) for each in checkpoints]
+    ours = [errors_by_token(one, model) for one, model in zip(exact, models, strict=True)]
+    for share, most in ((0.5, 1.25), (0.9, 1.5)):
+        ratios = [one.quantile(share) / other.quantile(share) for one, other in zip(ours, theirs, strict=True)]
+        assert torch.stack(ratios).mean() < most
 
 
 @first_of_each(VARIANTS, without=DERIVED)
