@@ -11,6 +11,7 @@ import json
 import os
 import selectors
 import socket
+import struct
 import sys
 import threading
 import time
@@ -186,7 +187,7 @@ def _sent(port: Port, over: Over, request_of: Callable[[int], bytes]) -> None:
     _in_threads(one, over)
 
 
-def _little_read(port: Port, over: Over, request_of: Callable[[int], bytes]) -> None:
+def _little_read(port: Port, over: Over, request_of: Callable[[int], bytes], *, half_closed: bool = False) -> None:
     """Connections whose answers are read at one byte per second; closed ones are replaced."""
     held: list[socket.socket] = []
     numbers = itertools.count()
@@ -207,6 +208,8 @@ def _little_read(port: Port, over: Over, request_of: Callable[[int], bytes]) -> 
             try:
                 connection.connect(("127.0.0.1", port))
                 connection.sendall(request_of(next(numbers)))
+                if half_closed:
+                    connection.shutdown(socket.SHUT_WR)
             except OSError:
                 connection.close()
                 break
@@ -605,6 +608,98 @@ def resume_flood(port: Port, over: Over) -> None:
     _in_threads(one, over)
 
 
+def resets(port: Port, over: Over) -> None:
+    """Whole requests, and parts of uploads, whose connections are reset at once."""
+    part = (
+        b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * 300_000
+    )
+    form = b"Content-Type: multipart/form-data; boundary=x\r\n"
+    upload = keyed(1, "/v1/files", part, more=form).replace(b"Content-Length: ", b"Content-Length: 9")
+    forms = [
+        keyed(2, "/v1/completions", json_of(prompt="Once", max_tokens=3000, ignore_eos=True, stream=True)),
+        keyed(3, "/v1/completions", json_of(prompt="Once", max_tokens=300, ignore_eos=True, n=4)),
+        b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
+        upload,
+    ]
+    numbers = itertools.count()
+
+    def one() -> None:
+        while not over.is_set():
+            number = next(numbers)
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.sendall(forms[number % len(forms)])
+                if number % 3 == 0:
+                    connection.recv(1)
+
+    _in_threads(one, over)
+
+
+def half_closed(port: Port, over: Over) -> None:
+    """Streams whose clients shut down their sending side, and read a byte a second."""
+    body = json_of(prompt="Once", max_tokens=3000, ignore_eos=True, stream=True)
+    _little_read(port, over, lambda number: keyed(number, "/v1/completions", body), half_closed=True)
+
+
+def header_fields(port: Port, over: Over) -> None:
+    """Requests of 245 header fields, long and short, each on a connection of its own."""
+    short = b"".join(b"X-%d: %d\r\n" % (each, each) for each in range(245))
+    long = b"".join(b"X-%d: %b\r\n" % (each, b"v" * 230) for each in range(245))
+    completion = json_of(prompt="x", max_tokens=1)
+    forms = [("GET", "/v1/models", b"", short), ("POST", "/v1/completions", completion, long)]
+    _sent(
+        port,
+        over,
+        lambda number: keyed(number, *forms[number % 2][1:3], method=forms[number % 2][0], more=forms[number % 2][3]),
+    )
+
+
+def trailers(port: Port, over: Over) -> None:
+    """Chunked bodies after whose last chunk a byte of a trailer comes ten times a second."""
+    head = keyed(4, "/v1/completions", b"").partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
+    _held(port, over, head + b"2\r\n{}\r\n0\r\n", b"X-Trailer: value\r\n", 0.1)
+
+
+def downloads(port: Port, over: Over) -> None:
+    """Files, lists and descriptions, pipelined, of which nothing is read."""
+    part = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    part += b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * 20_000_000
+    form = b"Content-Type: multipart/form-data; boundary=x\r\n"
+    with socket.create_connection(("127.0.0.1", port), 30) as connection:
+        connection.sendall(keyed(0, "/v1/files", part + b"\r\n--x--\r\n", more=form))
+        answer = b""
+        while received := connection.recv(65536):
+            answer += received
+    file = json.loads(answer.rpartition(b"\r\n\r\n")[2])["id"]
+    paths = (f"/v1/files/{file}/content", "/openapi.json", "/docs", "/v1/files", "/v1/models")
+
+    def requests(number: int) -> bytes:
+        return keyed(0, paths[number % len(paths)], b"", method="GET", close=False) * 20
+
+    _little_read(port, over, requests)
+
+
+def stream_readers(port: Port, over: Over) -> None:
+    """Very many readers of one background response."""
+    body = json_of(input="Once", background=True, stream=True, max_output_tokens=3900, ignore_eos=True)
+    while not over.is_set():
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 30) as connection:
+            connection.sendall(keyed(7, "/v1/responses", body))
+            id = connection.recv(65536).partition(b'"id":"')[2].partition(b'"')[0].decode()
+            readers: list[socket.socket] = []
+            end = time.monotonic() + 5
+            while time.monotonic() < end and not over.wait(0.01):
+                with contextlib.suppress(OSError):
+                    readers.append(socket.create_connection(("127.0.0.1", port), 1))
+                    readers[-1].sendall(keyed(7, f"/v1/responses/{id}?stream=true", b"", method="GET"))
+                for reader in readers[:-CONNECTIONS]:
+                    reader.close()
+                del readers[:-CONNECTIONS]
+            for reader in readers:
+                reader.close()
+
+
 def _in_threads(work: Callable[[], None], over: Over) -> None:
     for _ in range(_THREADS):
         threading.Thread(target=work, daemon=True).start()
@@ -622,6 +717,7 @@ KEYED_ATTACKS: dict[str, Callable[[Port, Over], None]] = {
         *(unread_probes, unread_answers, expectations, gigabytes, shapes, wrong_keys, resumes, uploads, batches),
         *(odd_json, background, heavy_keys),
         *(tokenising, grammars, lexers, references, tables, cancels, scrapes, strange_keys, admin_calls, resume_flood),
+        *(resets, half_closed, header_fields, trailers, downloads, stream_readers),
     )
 }
 """Attacks by clients with keys of their own."""

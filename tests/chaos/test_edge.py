@@ -38,6 +38,8 @@ VICTIM: dict[str, Any] = {
 }
 _PROBE_SECONDS = 0.05
 _WARM_UP_SECONDS = 1.0
+_OBSERVED_SECONDS = 4.0
+"""At least, so that there are some dozens of probes."""
 
 
 class Seen(NamedTuple):
@@ -45,9 +47,9 @@ class Seen(NamedTuple):
 
     text: str
     gap: float
-    """Longest time between two chunks of the stream."""
+    """Longest time between two chunks of a stream."""
     first: float
-    """Time to its first chunk."""
+    """Longest time to the first chunk of a stream."""
     probes: list[float]
     """Times of `/livez`, `/readyz` and `/metrics`, sorted."""
     closed: int
@@ -95,10 +97,20 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosServer]:
 
 
 async def observe(server: ChaosServer, key: str = "none", **fields: Any) -> Seen:
-    """Read a stream, and probe the server, each time on a connection of its own, until the stream ends."""
+    """Read streams for a time, and probe the server, each time on a connection of its own, until the last one ends."""
     async with client(server.url) as http:
         http.headers["Authorization"] = f"Bearer {key}"
-        stream = asyncio.create_task(read_stream(http, {**VICTIM, **fields}))
+
+        async def read_streams() -> tuple[str, float, float]:
+            end = time.monotonic() + _OBSERVED_SECONDS
+            seen = [await read_stream(http, {**VICTIM, **fields})]
+            while time.monotonic() < end:
+                seen.append(await read_stream(http, {**VICTIM, **fields}))
+            texts, gaps, firsts = zip(*seen, strict=True)
+            assert len(set(texts)) == 1
+            return texts[0], max(gaps), max(firsts)
+
+        stream = asyncio.create_task(read_streams())
         probes, closed = [], 0
         for path in itertools.cycle(("/livez", "/readyz", "/metrics")):
             if stream.done():
