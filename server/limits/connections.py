@@ -70,8 +70,8 @@ _MAX_SPARED = 16
 """Most connections that are spared in one search because they wait for this server; then one of them is closed."""
 
 _SHARE_OF_FREE = 2
-"""Number of served connections that a key may hold for each one that no key holds: two thirds of all if it is
-alone."""
+"""Number of served connections that a key may hold for each one that is free beyond the last part: 7 / 12 of all if
+only it has requests."""
 
 _LAST_PARTS = 8
 """1 / 8 of the served connections are for keys that hold none."""
