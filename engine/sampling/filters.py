@@ -1,8 +1,8 @@
 """`FILTERS`: the table of filters, by which a request excludes tokens from random sampling.
 
 To add a filter, add a field to `SamplingParams` and to the request schema, and a row with its `keep` here.
-`TorchOps.draw` and its counterparts in C and Triton implement the first three filters themselves, because these need
-the order of the tokens; any other filter masks the logits before `draw`.
+`TorchOps.sample` and its counterparts in C and Triton implement the first three filters themselves, because these need
+the order of the tokens; any other filter masks the logits before `sample`.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Filter(NamedTuple):
     """Returns which values exclude no token of a vocabulary of the given size. # [R] -> [R]"""
     keep: Keep | None = None
     """Returns which tokens stay, from logits minus their row's maximum, divided by its temperature; None if
-    `draw` implements the filter.
+    `sample` implements the filter.
 
     Each row's argmax must stay. # [R, V] float32, values [R] -> [R, V] bool
     """
@@ -38,7 +38,7 @@ FILTERS = (
 
 
 class FilteredRows(NamedTuple):
-    """Rows of a step that one filter masks before `draw`. # 3 x [R]"""
+    """Rows of a step that one filter masks before `sample`. # 3 x [R]"""
 
     keep: Keep
     rows: npt.NDArray[np.int64]

@@ -115,7 +115,7 @@ class SamplingRows:
     num_logprobs: dict[int, int] | None = None
     """Number of requested alternatives, by row."""
     filters: list[FilteredRows] = field(default_factory=list)
-    """Random rows with a filter that `TorchOps.draw` does not implement itself."""
+    """Random rows with a filter that `TorchOps.sample` does not implement itself."""
     proposals: Proposals | None = None
     """Drafts that rejection sampling accepts or replaces."""
     later: Later | None = None
@@ -316,25 +316,25 @@ class SamplingColumns:
     ) -> tuple[RandomRows, list[FilteredRows]]:
         rows = np.flatnonzero(flags & _RANDOM)
         at = slots[rows]
-        temperature, of_draw, others = self._temperature[at], dict[str, npt.NDArray[Any]](), list[FilteredRows]()
+        temperature, built_in, others = self._temperature[at], dict[str, npt.NDArray[Any]](), list[FilteredRows]()
         is_filtered = np.zeros(len(rows), dtype=np.bool_)
         for each in FILTERS:
             values = self._filters[each.name][at]
             is_off = each.is_off(values, self._vocab_size)
             if each.keep is None:
-                of_draw[each.name] = values
+                built_in[each.name] = values
                 is_filtered |= ~is_off
             elif not is_off.all():
                 others.append(FilteredRows(each.keep, rows[~is_off], temperature[~is_off], values[~is_off]))
-        top_k = of_draw["top_k"]
-        of_draw["top_k"] = np.where((top_k <= 0) | (top_k > self._vocab_size), self._vocab_size, top_k)
+        top_k = built_in["top_k"]
+        built_in["top_k"] = np.where((top_k <= 0) | (top_k > self._vocab_size), self._vocab_size, top_k)
         random = RandomRows(
             rows=rows,
             temperature=temperature,
             key=self._key[at],
             position=num_tokens[rows],
             filtered=is_filtered,
-            **of_draw,
+            **built_in,
         )
         return random, others
 

@@ -116,12 +116,12 @@ class Sampler:
     def launch(self, logits: torch.Tensor, rows: SamplingRows, send: Send | None = None) -> LaunchedTokens:
         """Enqueue sampling of one token per row. Overwrites `logits`; `send` copies arrays to the device. # [N, V]
         float32"""
-        return self._launch(logits, rows, send, is_kept=False)[0]
+        return self._launch(logits, rows, send, returns_probabilities=False)[0]
 
     def _launch(
-        self, logits: torch.Tensor, rows: SamplingRows, send: Send | None, *, is_kept: bool
+        self, logits: torch.Tensor, rows: SamplingRows, send: Send | None, *, returns_probabilities: bool
     ) -> tuple[LaunchedTokens, torch.Tensor | None]:
-        """See `launch`, and `launch_from` where the distributions are kept."""
+        """See `launch`, and `launch_from` with the distributions."""
         probabilities: torch.Tensor | None = None
         ops = ops_for(logits)
         if rows.is_greedy:
@@ -133,13 +133,13 @@ class Sampler:
             [np.array([each.row for each in masked], dtype=np.int64), mask_words],
             []
             if rows.random is None
-            else ops.draw_arrays(rows.random, vocab_size, 1 if rows.later is None else rows.later.most),
+            else ops.sampling_arrays(rows.random, vocab_size, 1 if rows.later is None else rows.later.most),
             *((change.rows, change.token_ids, change.values) for _, change in rows.adjustments),
             *((each.rows, each.temperature, each.values) for each in rows.filters),
         ]
         # Send all arrays in one copy.
         sent = iter((send or _sender(logits.device))([array for group in arrays for array in group]))
-        [asking], [masked_rows, masks], draw_arrays, *others = [[next(sent) for _ in group] for group in arrays]
+        [asking], [masked_rows, masks], random_arrays, *others = [[next(sent) for _ in group] for group in arrays]
         unmodified = logits.index_select(0, asking) if asked else None
         for (kind, _), (at, ids, values) in zip(rows.adjustments, others, strict=False):
             ops.adjust(logits, at, ids, values, kind)
@@ -149,15 +149,15 @@ class Sampler:
         for each, (at, temperature, values) in zip(rows.filters, others[len(rows.adjustments) :], strict=True):
             mask_excluded(logits, candidates.peaks, each.keep, at, temperature, values)
         if rows.random is not None:
-            drawn: tuple[RandomRows, Sequence[torch.Tensor]] = rows.random, draw_arrays
+            arguments: tuple[RandomRows, Sequence[torch.Tensor]] = rows.random, random_arrays
             if rows.later is not None:
-                drawn = ops.draw_later(*drawn, rows.later)
+                arguments = ops.move_to_later(*arguments, rows.later)
             if rows.proposals is not None:
-                ops.draw_verified(logits, candidates, *drawn, rows.proposals)
-            elif is_kept:
-                probabilities = ops.draw_from(logits, candidates, *drawn)
+                ops.sample_verified(logits, candidates, *arguments, rows.proposals)
+            elif returns_probabilities:
+                probabilities = ops.sample_with_probabilities(logits, candidates, *arguments)
             else:
-                ops.draw(logits, candidates, *drawn)
+                ops.sample(logits, candidates, *arguments)
         logprobs = None
         if unmodified is not None:
             chosen = candidates.tokens.index_select(0, asking)
@@ -173,7 +173,7 @@ class Sampler:
         self, logits: torch.Tensor, rows: SamplingRows, send: Send | None = None
     ) -> tuple[LaunchedTokens, torch.Tensor | None]:
         """As `launch`, and return the distributions of `rows.random`. # [D, V] float32; None without such rows"""
-        return self._launch(logits, rows, send, is_kept=True)
+        return self._launch(logits, rows, send, returns_probabilities=True)
 
     def warm_up(self, vocab_size: int, device: torch.device) -> None:
         """Compile Triton's kernels, if they are used, before a request needs them."""

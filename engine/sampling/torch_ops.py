@@ -82,10 +82,10 @@ class TorchOps:
         found.peaks.copy_(logits.gather(-1, found.tokens[:, None])[:, 0])
         return found
 
-    def draw_arrays(self, random: RandomRows, vocab_size: int, most: int = 1) -> Sequence[npt.NDArray[Any]]:
-        """The arrays that `draw` needs on the device: here, six for each part of the rows.
+    def sampling_arrays(self, random: RandomRows, vocab_size: int, most: int = 1) -> Sequence[npt.NDArray[Any]]:
+        """The arrays that `sample` needs on the device: here, six for each part of the rows.
 
-        `most`: as in `Later`; `draw_later` selects the noise of the true positions from that of all possible ones.
+        `most`: as in `Later`; `move_to_later` selects the noise of the true positions from that of all possible ones.
         """
         return [
             array
@@ -102,10 +102,10 @@ class TorchOps:
             )
         ]
 
-    def draw_later(
+    def move_to_later(
         self, random: RandomRows, arrays: Sequence[torch.Tensor], later: Later
     ) -> tuple[RandomRows, Sequence[torch.Tensor]]:
-        """Select, from `draw_arrays`, the arrays that `draw` takes for rows at later positions."""
+        """Select, from `sampling_arrays`, the arrays that `sample` takes for rows at later positions."""
         chosen = list(arrays)
         if later.most > 1:
             for index in range(5, len(arrays), 6):
@@ -113,10 +113,10 @@ class TorchOps:
                 chosen[index] = arrays[index].gather(0, by[None])[0]
         return random, chosen
 
-    def draw(
+    def sample(
         self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, arrays: Sequence[torch.Tensor]
     ) -> None:
-        """Replace the tokens of the random rows, except of those whose peak is not finite. # arrays: `draw_arrays`'
+        """Replace the tokens of the random rows with a finite peak. `arrays`: those of `sampling_arrays`.
 
         The token is the argmax of scaled logits plus noise, among the tokens within top-k, top-p and min-p.
         """
@@ -128,19 +128,19 @@ class TorchOps:
             # The token of a row that is not finite is not used.
             scaled.masked_fill_(~is_finite[rows, None], 0.0)
             if part.filtered[0]:
-                tokens = self._draw_filtered(scaled, int(part.top_k.max()), top_k, top_p, min_p, row_keys)
+                tokens = self._sample_filtered(scaled, int(part.top_k.max()), top_k, top_p, min_p, row_keys)
             else:
-                tokens = draw_unfiltered(scaled, row_keys)
+                tokens = sample_unfiltered(scaled, row_keys)
             candidates.tokens.index_copy_(0, rows, tokens.where(is_finite[rows], candidates.tokens[rows]))
 
-    def draw_from(
+    def sample_with_probabilities(
         self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, arrays: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """`draw`, and what it has drawn from. # -> [D, V] float32"""
-        self.draw(logits, candidates, random, arrays)
+        """As `sample`; also returns the distributions from which it sampled. # -> [D, V] float32"""
+        self.sample(logits, candidates, random, arrays)
         return self.probabilities(logits, candidates.peaks, random)
 
-    def draw_verified(
+    def sample_verified(
         self,
         logits: torch.Tensor,
         candidates: Candidates,
@@ -148,12 +148,12 @@ class TorchOps:
         arrays: Sequence[torch.Tensor],
         proposals: Proposals,
     ) -> None:
-        """`draw`, then `verify`. The tokens of a sequence's rows after a rejected draft may be any."""
-        self.draw(logits, candidates, random, arrays)
+        """`sample`, then `verify`. The tokens of a sequence's rows after a rejected draft may be any."""
+        self.sample(logits, candidates, random, arrays)
         self.verify(logits, candidates, random, proposals)
 
     def probabilities(self, logits: torch.Tensor, peaks: torch.Tensor, random: RandomRows) -> torch.Tensor:
-        """The distributions that `draw` samples from, for rows with a finite peak. # peaks [N] -> [D, V] float32"""
+        """The distributions that `sample` samples from, for rows with a finite peak. # peaks [N] -> [D, V] float32"""
         device, vocab_size = logits.device, logits.shape[-1]
         found = logits.new_empty(len(random.rows), vocab_size)
         at_a_time = max(1, self.logits_at_a_time // vocab_size)
@@ -170,8 +170,8 @@ class TorchOps:
                     if width <= min(_WIDEST, vocab_size - 1)
                     else scaled.sort(dim=-1, descending=True, stable=True)
                 )
-                num_kept = count_kept(values, top_k, top_p, min_p, scaled.exp().sum(-1).double())
-                is_excluded = torch.arange(values.shape[-1], device=device) >= num_kept[:, None]
+                num_allowed = count_within_filters(values, top_k, top_p, min_p, scaled.exp().sum(-1).double())
+                is_excluded = torch.arange(values.shape[-1], device=device) >= num_allowed[:, None]
                 scaled = torch.full_like(scaled, -torch.inf).scatter_(
                     -1, ids, values.masked_fill(is_excluded, -torch.inf)
                 )
@@ -179,7 +179,7 @@ class TorchOps:
         return found
 
     def verify(self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, proposals: Proposals) -> None:
-        """Apply rejection sampling (Leviathan, Kalman and Matias, 2023) after `draw`, without waiting for the device.
+        """Apply rejection sampling (Leviathan, Kalman and Matias, 2023) after `sample`, without a wait for the device.
 
         A draft with probability q becomes the row's token with probability min(1, p / q). Otherwise the token is
         sampled from max(p - q, 0), which is never the draft. A row whose peak is not finite is not changed.
@@ -198,11 +198,11 @@ class TorchOps:
             of_drafts = drafts[:, None]
             is_accepted = numbers < (p.gather(-1, of_drafts).double() / q.gather(-1, of_drafts).double())[:, 0]
             sampled = candidates.tokens[rows]
-            replaced = self._draw_rest(p, q, row_keys, sampled, is_accepted)
+            replaced = self._sample_rest(p, q, row_keys, sampled, is_accepted)
             tokens = drafts.where(is_accepted, replaced).where(candidates.peaks[rows].isfinite(), sampled)
             candidates.tokens.index_copy_(0, rows, tokens)
 
-    def _draw_rest(
+    def _sample_rest(
         self,
         p: torch.Tensor,
         q: torch.Tensor,
@@ -213,7 +213,7 @@ class TorchOps:
         """Sample from max(p - q, 0) for each row; any token for rows that accept. # 2 x [R, V], 3 x [R] -> [R]"""
         rest = (p - q).clamp_(min=0.0)
         # If max(p - q, 0) is empty, p and q are equal up to rounding, and the row's own sample is used.
-        return draw_unfiltered(rest.log(), row_keys).where(rest.sum(-1) > 0.0, sampled)
+        return sample_unfiltered(rest.log(), row_keys).where(rest.sum(-1) > 0.0, sampled)
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobColumns:
         """Log probabilities and ranks of given tokens, and the top `count` tokens. # [R, V], [R] int64
@@ -235,7 +235,7 @@ class TorchOps:
             for start in range(0, len(indexes), at_a_time):
                 yield random.take(indexes[start : start + at_a_time])
 
-    def _draw_filtered(
+    def _sample_filtered(
         self,
         scaled: torch.Tensor,
         max_top_k: int,
@@ -251,8 +251,8 @@ class TorchOps:
         else:
             # A stable sort leaves equal values in the order of their token ids.
             values, ids = scaled.sort(dim=-1, descending=True, stable=True)
-        num_kept = count_kept(values, top_k, top_p, min_p, total)
-        ranks = best_rank(values, ids, num_kept, row_keys)
+        num_allowed = count_within_filters(values, top_k, top_p, min_p, total)
+        ranks = best_rank(values, ids, num_allowed, row_keys)
         return ids.gather(-1, ranks[:, None])[:, 0]
 
     def _ranks(self, logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -287,23 +287,23 @@ class CPUOps(TorchOps):
                 row.fill(-np.inf)
                 row[allowed] = values
 
-    def draw_arrays(self, random: RandomRows, vocab_size: int, most: int = 1) -> Sequence[npt.NDArray[Any]]:
+    def sampling_arrays(self, random: RandomRows, vocab_size: int, most: int = 1) -> Sequence[npt.NDArray[Any]]:
         """See `TorchOps`. Returns none, since `random` is on the host already."""
         return []
 
-    def draw_later(
+    def move_to_later(
         self, random: RandomRows, arrays: Sequence[torch.Tensor], later: Later
     ) -> tuple[RandomRows, Sequence[torch.Tensor]]:
         """See `TorchOps`."""
         return replace(random, position=random.position + later.by.numpy().clip(0)[random.rows]), arrays
 
-    def draw(
+    def sample(
         self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, arrays: Sequence[torch.Tensor]
     ) -> None:
         """See `TorchOps`."""
         if not cpu_sampling.chooses(logits):
-            sent = [torch.from_numpy(array) for array in super().draw_arrays(random, logits.shape[-1])]
-            super().draw(logits, candidates, random, sent)
+            sent = [torch.from_numpy(array) for array in super().sampling_arrays(random, logits.shape[-1])]
+            super().sample(logits, candidates, random, sent)
             return
         is_finite = np.isfinite(candidates.peaks.numpy())
         if not is_finite.all():
@@ -313,18 +313,18 @@ class CPUOps(TorchOps):
         tokens = cpu_sampling.draw(logits, candidates.peaks, **_columns(random))
         candidates.tokens.numpy()[random.rows] = tokens
 
-    def draw_from(
+    def sample_with_probabilities(
         self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, arrays: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """See `TorchOps`."""
         if not cpu_sampling.chooses(logits) or not np.isfinite(candidates.peaks.numpy()).all():
-            return super().draw_from(logits, candidates, random, arrays)
+            return super().sample_with_probabilities(logits, candidates, random, arrays)
         found = torch.empty(len(random.rows), logits.shape[1])
         tokens = cpu_sampling.draw(logits, candidates.peaks, **_columns(random), probabilities=found)
         candidates.tokens.numpy()[random.rows] = tokens
         return found
 
-    def draw_verified(
+    def sample_verified(
         self,
         logits: torch.Tensor,
         candidates: Candidates,
@@ -334,7 +334,7 @@ class CPUOps(TorchOps):
     ) -> None:
         """See `TorchOps`: in one call, in which nothing is computed after a rejected draft."""
         if not cpu_sampling.chooses(logits) or not np.isfinite(candidates.peaks.numpy()).all():
-            super().draw_verified(logits, candidates, random, arrays, proposals)
+            super().sample_verified(logits, candidates, random, arrays, proposals)
             return
         at, given = np.searchsorted(random.rows, proposals.rows), proposals.probabilities.contiguous()
         drafts, addresses = np.full(len(random.rows), -1), np.zeros(len(random.rows), dtype=np.uint64)
@@ -359,7 +359,7 @@ class CPUOps(TorchOps):
         )
         candidates.tokens.numpy()[random.rows] = tokens
 
-    def _draw_filtered(
+    def _sample_filtered(
         self,
         scaled: torch.Tensor,
         max_top_k: int,
@@ -382,22 +382,22 @@ class CPUOps(TorchOps):
             rows = scaled[pending] if len(pending) < len(scaled) else scaled
             if width < vocab_size:
                 values, ids = stable_topk(rows, width)
-                num_kept = count_kept(values, k, p, min_p[pending], total[pending])
-                tokens[pending] = ids.gather(-1, best_rank(values, ids, num_kept, keys)[:, None])[:, 0]
+                num_allowed = count_within_filters(values, k, p, min_p[pending], total[pending])
+                tokens[pending] = ids.gather(-1, best_rank(values, ids, num_allowed, keys)[:, None])[:, 0]
             else:
                 values = sorted_descending(rows)
-                num_kept = count_kept(values, k, p, min_p[pending], total[pending])
+                num_allowed = count_within_filters(values, k, p, min_p[pending], total[pending])
                 # The last token within the filters, by value and then by id.
-                least, last = values.gather(-1, num_kept[:, None] - 1), index_of_rank(rows, values, num_kept - 1)
-                is_kept = (rows > least) | ((rows == least) & (torch.arange(vocab_size) <= last[:, None]))
-                tokens[pending] = draw_unfiltered(rows.masked_fill(~is_kept, -torch.inf), keys)
-            is_settled = (k <= width) | ((k == vocab_size) & (num_kept < width))
+                least, last = values.gather(-1, num_allowed[:, None] - 1), index_of_rank(rows, values, num_allowed - 1)
+                is_allowed = (rows > least) | ((rows == least) & (torch.arange(vocab_size) <= last[:, None]))
+                tokens[pending] = sample_unfiltered(rows.masked_fill(~is_allowed, -torch.inf), keys)
+            is_settled = (k <= width) | ((k == vocab_size) & (num_allowed < width))
             pending = pending[~is_settled]
             if len(pending) == 0:
                 break
         return tokens
 
-    def _draw_rest(
+    def _sample_rest(
         self,
         p: torch.Tensor,
         q: torch.Tensor,
@@ -409,7 +409,7 @@ class CPUOps(TorchOps):
         at = (~is_accepted).nonzero()[:, 0]
         if not len(at):
             return sampled
-        found = super()._draw_rest(p[at], q[at], row_keys[at], sampled[at], is_accepted[at])
+        found = super()._sample_rest(p[at], q[at], row_keys[at], sampled[at], is_accepted[at])
         return sampled.index_copy(0, at, found)
 
     def _ranks(self, logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -428,7 +428,7 @@ def _columns(random: RandomRows) -> dict[str, Any]:
     return {name: getattr(random, name) for name in names}
 
 
-def draw_unfiltered(scaled: torch.Tensor, row_keys: torch.Tensor) -> torch.Tensor:
+def sample_unfiltered(scaled: torch.Tensor, row_keys: torch.Tensor) -> torch.Tensor:
     """The token with the largest score of each row. # logits minus their maximum [R, V], [R] int64 -> [R] int64
 
     Float32 scores select a few candidates, and float64 scores decide among these.
@@ -439,7 +439,7 @@ def draw_unfiltered(scaled: torch.Tensor, row_keys: torch.Tensor) -> torch.Tenso
     return ids.gather(-1, exact.argmax(-1, keepdim=True))[:, 0]
 
 
-def count_kept(
+def count_within_filters(
     values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
     """How many of each row's values, in descending order, are within the filters. # [R, width], 4 x [R] -> [R]
@@ -452,13 +452,15 @@ def count_kept(
     cdf = weights.cumsum(-1)
     mass = torch.where(top_k <= width, cdf.gather(-1, top_k.clamp(max=width)[:, None] - 1)[:, 0], total)
     needed = torch.where(top_p < 1.0, top_p * mass, torch.inf)
-    kept_by_p = (1 + torch.searchsorted(cdf, needed[:, None])[:, 0]).clamp_(max=width)
-    kept_by_min_p = (weights >= min_p[:, None]).sum(-1)
-    return torch.minimum(torch.minimum(top_k, kept_by_p), kept_by_min_p)
+    within_top_p = (1 + torch.searchsorted(cdf, needed[:, None])[:, 0]).clamp_(max=width)
+    within_min_p = (weights >= min_p[:, None]).sum(-1)
+    return torch.minimum(torch.minimum(top_k, within_top_p), within_min_p)
 
 
-def best_rank(values: torch.Tensor, ids: torch.Tensor, num_kept: torch.Tensor, row_keys: torch.Tensor) -> torch.Tensor:
-    """The index of the largest score among the first `num_kept` values. # 2 x [R, width], 2 x [R] -> [R]"""
+def best_rank(
+    values: torch.Tensor, ids: torch.Tensor, num_allowed: torch.Tensor, row_keys: torch.Tensor
+) -> torch.Tensor:
+    """The index of the largest score among the first `num_allowed` values. # 2 x [R, width], 2 x [R] -> [R]"""
     scores = values + gumbel_noise(row_keys[:, None], ids)
-    is_excluded = torch.arange(values.shape[-1], device=values.device) >= num_kept[:, None]
+    is_excluded = torch.arange(values.shape[-1], device=values.device) >= num_allowed[:, None]
     return scores.masked_fill_(is_excluded, -torch.inf).argmax(-1)

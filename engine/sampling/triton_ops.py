@@ -10,7 +10,7 @@ import torch
 from engine.sampling.parameters import BIAS, FREQUENCY, PRESENCE, REPETITION, Later, RandomRows
 from engine.sampling.torch_ops import Candidates, LogprobColumns, TorchOps
 from models.ops.triton import logits as kernels
-from models.ops.triton import sampling as draw_kernels
+from models.ops.triton import sampling as sampling_kernels
 from models.ops.triton.logits import MAX_TOP_LOGPROBS
 
 _KINDS = {
@@ -39,24 +39,24 @@ class TritonOps(TorchOps):
         found = kernels.argmax(logits)
         return Candidates(found.both, found.tokens, found.peaks)
 
-    def draw_arrays(self, random: RandomRows, vocab_size: int, most: int = 1) -> Sequence[npt.NDArray[Any]]:
+    def sampling_arrays(self, random: RandomRows, vocab_size: int, most: int = 1) -> Sequence[npt.NDArray[Any]]:
         """See `TorchOps`: one array, with positions."""
-        return [draw_kernels.pack_columns(**{each.name: getattr(random, each.name) for each in fields(random)})]
+        return [sampling_kernels.pack_columns(**{each.name: getattr(random, each.name) for each in fields(random)})]
 
-    def draw_later(
+    def move_to_later(
         self, random: RandomRows, arrays: Sequence[torch.Tensor], later: Later
     ) -> tuple[RandomRows, Sequence[torch.Tensor]]:
         """See `TorchOps`."""
         columns = arrays[0]
-        columns[draw_kernels.POSITION] += later.by.clamp(min=0)[columns[draw_kernels.ROW]]
+        columns[sampling_kernels.POSITION] += later.by.clamp(min=0)[columns[sampling_kernels.ROW]]
         return random, arrays
 
-    def draw(
+    def sample(
         self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, arrays: Sequence[torch.Tensor]
     ) -> None:
         """See `TorchOps`."""
         has_filtered = bool(random.filtered.any())
-        draw_kernels.draw(logits, candidates.peaks, candidates.tokens, arrays[0], has_filtered=has_filtered)
+        sampling_kernels.draw(logits, candidates.peaks, candidates.tokens, arrays[0], has_filtered=has_filtered)
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobColumns:
         """See `TorchOps`."""

@@ -56,7 +56,7 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
     ) -> torch.Tensor:
         """See `AttentionBackend`. # q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, V] -> [T, Hq, V]"""
         assert isinstance(metadata, NativeMetaData)
-        if not attention_ops.attends(q, cache.k_cache, cache.v_cache):
+        if not attention_ops.supports(q, cache.k_cache, cache.v_cache):
             return super().forward(q, k, v, cache, metadata, inputs)
         options, sinks, norms, rotation, q_scales = inputs
         q = _with_adjacent_heads(q)
@@ -97,7 +97,7 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
         """
         assert isinstance(metadata, NativeMetaData)
         rank = kv_b.shape[-1]
-        if inputs is None or inputs.heads is None or not latent_ops.attends(q, cache.vectors, rank):
+        if inputs is None or inputs.heads is None or not latent_ops.supports(q, cache.vectors, rank):
             if selected is not None:
                 return _attend_selected(q, latent, kv_b, cache, metadata, options, selected, inputs)
             return super().latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)

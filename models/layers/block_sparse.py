@@ -151,7 +151,7 @@ class BlockSparseAttention(Attention):
     def _runs(self, q: torch.Tensor, cache: KVCacheTensor, index_q: torch.Tensor, index_cache: VectorCache) -> bool:
         size, top_k, _ = self.choice
         selects = selection_ops.selects_blocks(index_q, index_cache.vectors, size, top_k)
-        return selects and attention_ops.attends(q, cache.k_cache, cache.v_cache)
+        return selects and attention_ops.supports(q, cache.k_cache, cache.v_cache)
 
     def _by_operators(
         self,

@@ -323,7 +323,7 @@ class CompressedAttention(nn.Module):
 
     def _runs(self, q: torch.Tensor, indexed: Sequence[torch.Tensor], context: ForwardContext) -> bool:
         """Whether the CPU's operators attend. # q [tokens, heads, head_dim], the indexer's queries and weights"""
-        return latent_ops.attends(q, _pages(context, self.cache_spec), self.head_dim) and all(
+        return latent_ops.supports(q, _pages(context, self.cache_spec), self.head_dim) and all(
             selection_ops.selects(indexed[0], _pages(context, each.entries_spec), each.top_k) for each in self._indexer
         )
 

@@ -116,7 +116,7 @@ class GatedDeltaNet(nn.Module):
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, StateCache)
         inputs, states = cache.tensors
-        if metadata.step is not None and delta_ops.remembers(
+        if metadata.step is not None and delta_ops.supports(
             projected, self.conv1d.weight, inputs, states, key_heads=self.num_key_heads
         ):
             return delta_ops.delta_net(

@@ -72,7 +72,7 @@ def gated_linear(
     `rounded`: as in `linear`. `feed`: the format in which the next product reads the result.
     """
     packed, operator = packed_of(weight), operator_of(activation)
-    if packed is not None and operator is not None and ops.gates(packed):
+    if packed is not None and operator is not None and ops.supports_gated_linear(packed):
         return ops.gated_linear(x, packed, bias, operator)
     product = linear(x, weight, bias, rounded)
     return activation(product) if feed is None else gated_for(product, activation, feed)

@@ -207,7 +207,7 @@ def state_space(
     # x [tokens, heads * dim + 2 * groups * state], dt [tokens, heads], states [slots, heads, state, dim] float32
     # -> [tokens, heads * dim]
     """
-    if metadata.step is not None and ops.remembers(x, dt, states):
+    if metadata.step is not None and ops.supports(x, dt, states):
         return ops.state_space(x, dt, *weights, states, metadata.step, groups=groups, limits=limits)
     if isinstance(metadata, TritonMetaData) and triton.runs(x, dt, states, operator="recurrent"):
         import models.ops.triton.state_space as kernels
@@ -289,7 +289,7 @@ def gated_norm(
 
     `weight`: the norm's, or None if there is no norm. # 2 x [tokens, features] -> [tokens, features]
     """
-    if ops.gates(x, gate):
+    if ops.supports_gated_norm(x, gate):
         return ops.gated_norm(x, gate, weight, groups, eps, is_gated_first=where == "before the norm")
     if triton.runs(x, gate, operator="recurrent"):
         import models.ops.triton.state_space as kernels

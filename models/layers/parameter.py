@@ -225,7 +225,7 @@ def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_in
     if packed is not None:
         first += (expert_index or 0) * parameter.shape[-2]
         codes = codes_of(rows)
-        if codes is not None and packed.takes(codes):
+        if codes is not None and packed.accepts(codes):
             packed.put_codes(first, codes)
             return
         if isinstance(packed, CodedWeight) and not packed.rounds:

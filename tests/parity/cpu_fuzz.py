@@ -116,7 +116,7 @@ def _coded_products(draw: random.Random, seed: int) -> None:
         for begin, end in ((0, first), (first, outputs)):
             part = codes.part(0, begin, end)
             assert part is not None
-            assert weight.takes(part)
+            assert weight.accepts(part)
             weight.put_codes(begin, part)
         _close(ops.linear(x, weight, dtype=torch.float32), x.float() @ dense.bfloat16().float().T)
     codes, meant = random_codes(*draw.choice(KINDS), outputs, inputs)

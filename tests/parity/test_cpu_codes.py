@@ -100,7 +100,7 @@ def test_products_are_those_of_the_weight_that_is_meant(kind: str, width: int, d
     for first, last in ((40, 72), (0, 40)):
         part = codes.part(0, first, last)
         assert part is not None
-        assert coded.takes(part)
+        assert coded.accepts(part)
         coded.put_codes(first, part)
     assert coded.memory.nbytes < 0.55 * packed.memory.nbytes * (2 if "8" in kind else 1)
     bias, most = torch.randn(outputs).bfloat16(), torch.randn(250, inputs).bfloat16()

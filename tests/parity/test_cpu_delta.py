@@ -126,8 +126,8 @@ def test_heads_are_gated_and_put_behind_each_other(dim: int) -> None:
 @pytest.mark.usefixtures("operators")
 def test_states_of_other_shapes_are_left_to_torch() -> None:
     x, conv, inputs, states = bf16(3, 8), bf16(8, 1, 4), bf16(2, 8, 3), torch.zeros(2, 1, 8, 16)
-    assert delta_ops.remembers(x, conv, inputs, states, key_heads=2)
-    assert not delta_ops.remembers(x, conv, inputs, states[..., :8], key_heads=2)
-    assert not delta_ops.remembers(x, conv, inputs, states.bfloat16(), key_heads=2)
-    assert not delta_ops.remembers(x.float(), conv, inputs, states, key_heads=2)
-    assert not delta_ops.remembers(x, bf16(1 << 15, 1, 4), inputs, states, key_heads=2)
+    assert delta_ops.supports(x, conv, inputs, states, key_heads=2)
+    assert not delta_ops.supports(x, conv, inputs, states[..., :8], key_heads=2)
+    assert not delta_ops.supports(x, conv, inputs, states.bfloat16(), key_heads=2)
+    assert not delta_ops.supports(x.float(), conv, inputs, states, key_heads=2)
+    assert not delta_ops.supports(x, bf16(1 << 15, 1, 4), inputs, states, key_heads=2)

@@ -190,8 +190,8 @@ class TestGatedLinear:
 
     def test_takes_no_weight_whose_halves_share_a_panel(self) -> None:
         for made in (PackedWeight, lambda *sizes: QuantizedWeight(*sizes, 8)):
-            assert ops.gates(made(64, 128))
-            assert not ops.gates(made(96, 128))
+            assert ops.supports_gated_linear(made(64, 128))
+            assert not ops.supports_gated_linear(made(96, 128))
 
 
 @pytest.mark.usefixtures("operators")

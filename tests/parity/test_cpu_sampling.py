@@ -307,7 +307,7 @@ def test_drafts_are_verified_as_torch_does_up_to_the_first_rejected_one(width: i
         random = verified_rows(len(target), width, DRAFT, **VERIFIED_FILTERS[filters])
         ops = CPUOps()
         drafts = ops.argmax(drafter)
-        probabilities = ops.draw_from(drafter, drafts, random, [])
+        probabilities = ops.sample_with_probabilities(drafter, drafts, random, [])
         # Torch's softmax is wrong by 2e-5 in wide rows: it shows which tokens are within the filters.
         is_left = TorchOps().probabilities(drafter, drafts.peaks, random) > 0
         scaled = (drafter - drafts.peaks[:, None]) / torch.tensor(0.8)
@@ -317,8 +317,8 @@ def test_drafts_are_verified_as_torch_does_up_to_the_first_rejected_one(width: i
         proposals = Proposals(at, at // 4, drafts.tokens.numpy()[at], probabilities[torch.from_numpy(at)])
         random = verified_rows(len(target), width, **VERIFIED_FILTERS[filters])
         found, wanted = ops.argmax(target), ops.argmax(target)
-        ops.draw_verified(target, found, random, [], proposals)
-        TorchOps.draw_verified(ops, target, wanted, random, [], proposals)
+        ops.sample_verified(target, found, random, [], proposals)
+        TorchOps.sample_verified(ops, target, wanted, random, [], proposals)
         is_accepted = (wanted.tokens == drafts.tokens).view(-1, 4)[:, :3]
         is_used = torch.nn.functional.pad(is_accepted.long().cumprod(1), (1, 0), value=1).bool().flatten()
         assert found.tokens[is_used].tolist() == wanted.tokens[is_used].tolist()
@@ -331,17 +331,17 @@ def test_drafts_of_equal_distributions_are_accepted_and_others_replaced_by_what_
     random = verified_rows(2, width)
     ops = CPUOps()
     drafts = ops.argmax(logits)
-    same = ops.draw_from(logits, drafts, random.of_stream(DRAFT), [])
+    same = ops.sample_with_probabilities(logits, drafts, random.of_stream(DRAFT), [])
     found = ops.argmax(logits)
-    ops.draw_verified(logits, found, random, [], Proposals(np.arange(2), np.arange(2), drafts.tokens.numpy(), same))
+    ops.sample_verified(logits, found, random, [], Proposals(np.arange(2), np.arange(2), drafts.tokens.numpy(), same))
     assert found.tokens.tolist() == drafts.tokens.tolist()
     # The drafter gives one token probability 1, the target gives it 0.
     logits[:, 4] = -math.inf
     certain = torch.zeros(2, width)
     certain[:, 4] = 1.0
-    ops.draw_verified(logits, found, random, [], Proposals(np.arange(2), np.arange(2), np.array([4, 4]), certain))
+    ops.sample_verified(logits, found, random, [], Proposals(np.arange(2), np.arange(2), np.array([4, 4]), certain))
     wanted = ops.argmax(logits)
-    TorchOps.draw(
-        ops, logits, wanted, random, [torch.from_numpy(each) for each in TorchOps().draw_arrays(random, width)]
+    TorchOps.sample(
+        ops, logits, wanted, random, [torch.from_numpy(each) for each in TorchOps().sampling_arrays(random, width)]
     )
     assert found.tokens.tolist() == wanted.tokens.tolist(), "the noise is that of a plain sample"

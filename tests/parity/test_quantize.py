@@ -124,7 +124,7 @@ def test_codes_fill_any_rows_of_a_weight(bits: Any) -> None:
     for first, last in ((50, 100), (0, 33), (33, 50)):
         part = rows.part(0, first, last)
         assert part is not None
-        assert again.takes(part)
+        assert again.accepts(part)
         again.put_codes(first, part)
     assert torch.equal(again.memory.view(torch.uint8), whole.memory.view(torch.uint8))
 

@@ -244,7 +244,7 @@ def test_a_draw_is_that_of_its_reference(filters: dict[str, float]) -> None:
     # Equal tokens.
     logits = torch.cat((logits_of(1, 200, step=1.0), torch.zeros(1, 200)))
     random = random_rows(2, 200, [request_key(seed) for seed in (99, 75)], **filters)
-    columns = torch.from_numpy(TritonOps().draw_arrays(random, 200)[0]).to(DEVICE)
+    columns = torch.from_numpy(TritonOps().sampling_arrays(random, 200)[0]).to(DEVICE)
     found = sampling.argmax(logits.to(DEVICE))
     has_filtered = bool(random.filtered[0])
     draw.draw(logits.to(DEVICE), found.peaks, found.tokens, columns, has_filtered=has_filtered)

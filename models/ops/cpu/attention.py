@@ -148,7 +148,7 @@ def attention(
     return out.view(num_tokens, heads, value_dim)
 
 
-def attends(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+def supports(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether `rope_store` and `attention` support these shapes and dtypes."""
     dims = k_cache.shape[3], v_cache.shape[3]
     are_sized = all(dim % 8 == 0 and DEPTH <= dim <= structures.MAX_HEAD_DIM for dim in dims)

@@ -75,7 +75,7 @@ def dequantized(weight: CodedWeight) -> PackedWeight:
     return dense
 
 
-def gates(weight: PackedWeight) -> bool:
+def supports_gated_linear(weight: PackedWeight) -> bool:
     """Whether `gated_linear` supports the weight."""
     return weight.operators.gated_linear is not None and weight.out_features % (2 * PANEL) == 0
 
@@ -89,7 +89,7 @@ def gated_linear(
     alpha: float = 1.0,
     limit: float = 0.0,
 ) -> torch.Tensor:
-    """Compute `gated(linear(x, weight, bias), activation)`, bit for bit, for a weight that `gates` supports.
+    """Compute `gated(linear(x, weight, bias), activation)` bit for bit, if `supports_gated_linear(weight)`.
 
     # [rows, in_features] -> [rows, out_features / 2]
     """

@@ -37,7 +37,7 @@ def gate_heads(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
     return out.view(num_tokens, heads, dim)
 
 
-def remembers(
+def supports(
     x: torch.Tensor, conv: torch.Tensor, inputs: torch.Tensor, states: torch.Tensor, *, key_heads: int
 ) -> bool:
     """Whether `delta_net` supports these shapes and dtypes."""

@@ -35,7 +35,7 @@ def _stack(weights: torch.Tensor) -> PackedWeight:
     return packed
 
 
-def attends(q: torch.Tensor, cache: torch.Tensor, rank: int) -> bool:
+def supports(q: torch.Tensor, cache: torch.Tensor, rank: int) -> bool:
     """Whether the operators support these shapes and dtypes. # [T, H, nope + rope], [blocks, block_size, rank +
     rope]"""
     block_size, dim = cache.shape[1:]

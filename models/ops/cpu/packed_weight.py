@@ -62,13 +62,13 @@ class PackedWeight:
         )
         current().run(arguments, Step(), (rows, self.memory))
 
-    def takes(self, rows: Codes) -> bool:
+    def accepts(self, rows: Codes) -> bool:
         """Whether `put_codes` accepts these rows of a quantised checkpoint; otherwise they must be made dense."""
         del rows
         return False
 
     def put_codes(self, first: int, rows: Codes) -> None:
-        """Write quantised rows, which the weight `takes`, starting at `first`. # [count, in_features]"""
+        """Write quantised rows, which the weight `accepts`, starting at `first`. # [count, in_features]"""
         raise NotImplementedError
 
 
@@ -113,7 +113,7 @@ class QuantizedWeight(PackedWeight):
         """See `PackedWeight`."""
         return [_ROUNDED, self.bits]
 
-    def takes(self, rows: Codes) -> bool:
+    def accepts(self, rows: Codes) -> bool:
         """See `PackedWeight`. Only codes and scales of exactly the form that rounding produces are accepted."""
         if rows.kind != f"int{self.bits}" or rows.order is not None or rows.scales.dtype is not torch.bfloat16:
             return False
@@ -229,7 +229,7 @@ class CodedWeight(PackedWeight):
         codes, exponents = mxfp4_of(rows)
         self.put_codes(first, Codes("mxfp4", codes, exponents, None, RUN, lambda: rows))
 
-    def takes(self, rows: Codes) -> bool:
+    def accepts(self, rows: Codes) -> bool:
         """See `PackedWeight`. The rows must have the form of those written before."""
         if rows.scales.dtype not in _SCALES or not self._group_fits(rows):
             return False

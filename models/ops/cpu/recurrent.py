@@ -34,7 +34,7 @@ def convolve(
     # x [T, channels], weight [kernel, channels], bias [channels], inputs [slots, kernel - 1, channels]
     # -> [T, channels]
 
-    `gates`: factors of the input and of the output. # 2 x [T, channels], of equal strides
+    `supports_gated_norm`: factors of the input and of the output. # 2 x [T, channels], of equal strides
     """
     runtime = current()
     kernel, channels = weight.shape
@@ -60,7 +60,7 @@ def convolve(
     return out
 
 
-def remembers(x: torch.Tensor, dt: torch.Tensor, states: torch.Tensor) -> bool:
+def supports(x: torch.Tensor, dt: torch.Tensor, states: torch.Tensor) -> bool:
     """Whether `state_space` supports these shapes and dtypes."""
     _, _, size, dim = states.shape
     return runs(x, dt) and states.dtype is torch.float32 and size * (dim + 15) <= _MAX_STATE
@@ -153,7 +153,7 @@ def selective_scan(
     return out
 
 
-def gates(x: torch.Tensor, gate: torch.Tensor) -> bool:
+def supports_gated_norm(x: torch.Tensor, gate: torch.Tensor) -> bool:
     """Whether `gated_norm` supports these shapes and dtypes."""
     return runs(x, gate) and x.shape[1] <= _MAX_GROUP
 
