@@ -12,7 +12,7 @@ waves wait.
 """
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
@@ -95,7 +95,7 @@ class Timing(NamedTuple):
     pass_cycles: int
     """A pass through the loop that loads most; of a kernel without such a loop, all of it."""
     pass_busy: int
-    """Cycles of these in which its SIMD issues its instructions."""
+    """Cycles of these that its instructions take of their SIMD, which issues one a cycle to several pipes."""
     pass_bytes: int
     """Bytes that a wave loads in a pass."""
     outside_cycles: int
@@ -158,6 +158,8 @@ class _Step(NamedTuple):
     label: str = ""
     loop: str = ""
     """On AMD, the label of the innermost loop that has it, as the compiler's comments say."""
+    pipe: str = ""
+    """The unit of a SIMD that runs it; units of different names run instructions of different waves at a time."""
     registers: frozenset[int] = frozenset()
     """On NVIDIA, those that a load sets, or that another instruction names and so waits for."""
 
@@ -204,8 +206,9 @@ def _first(pair: tuple[int, Collection[int]]) -> int:
 
 
 def _replay(steps: list[_Step], passes: int) -> tuple[int, int, int]:
-    """Cycles until the last load has arrived, those in which instructions were issued, and bytes loaded."""
-    now = busy = loaded = 0
+    """Cycles until the last load has arrived, those that the instructions take of their SIMD, and bytes loaded."""
+    now = issued = loaded = 0
+    busy = Counter[str]()
     queues: dict[str, deque[int]] = {}
     ready: dict[int, int] = {}
     open_group = 0
@@ -219,7 +222,8 @@ def _replay(steps: list[_Step], passes: int) -> tuple[int, int, int]:
                 for register in step.registers & ready.keys():
                     now = max(now, ready.pop(register))
             now += step.cycles
-            busy += step.cycles
+            busy[step.pipe] += step.cycles
+            issued += step.cycles > 0
             loaded += step.bytes
             if step.kind == "load" and step.queue == "group":
                 open_group = max(open_group, now + step.arrives)
@@ -230,7 +234,7 @@ def _replay(steps: list[_Step], passes: int) -> tuple[int, int, int]:
             elif step.kind == "load":
                 queues.setdefault(step.queue, deque()).append(now + step.arrives)
     pending = [*ready.values(), *(time for queue in queues.values() for time in queue)]
-    return max([now, *pending]), busy, loaded
+    return max([now, *pending]), max(issued, *busy.values()), loaded
 
 
 _LOCAL_CYCLES = 100
@@ -238,6 +242,11 @@ _LOCAL_CYCLES = 100
 _BARRIER_CYCLES = 30
 _SLOW = ("v_exp", "v_log", "v_rcp", "v_rsq", "v_sqrt", "v_sin", "v_cos", "MUFU")
 """Instructions that have a quarter of the others' rate."""
+_FLOATS = ("FFMA", "FADD", "FMUL", "HFMA2", "HADD2", "HMUL2")
+"""NVIDIA's additions and multiplications of floats, which have 32 lanes of a multiprocessor's SIMD; others have 16,
+and so two cycles (CUDA programming guide, "Arithmetic Instructions", compute capability 9.0)."""
+_PRODUCTS = ("IMAD", "IMUL")
+"""Those of integers, which run on the lanes of floats, next to shifts and logic (Nsight Compute, "Pipelines")."""
 
 
 def _matrix_cycles(operations: int, bits: int, device: Device) -> int:
@@ -290,22 +299,25 @@ def _amd_instruction(name: str, rest: str, target: Target, device: Device) -> It
     elif load := re.match(r"(?:global|buffer|flat)_load_(\w+)", name):
         width = width_of_load(load[1])
         arrives = round((device.latency if width >= 8 else device.near) * device.clock)
-        yield _Step(device.issue, "load", "vm", arrives, bytes=width * target.warp_size)
+        yield _Step(device.issue, "load", "vm", arrives, bytes=width * target.warp_size, pipe="memory")
     elif "_store_" in name and target.warp_size == 64:
         # CDNA counts stores among the loads; nothing here waits for them.
-        yield _Step(device.issue, "load", "vm")
+        yield _Step(device.issue, "load", "vm", pipe="memory")
     elif name.startswith("s_load"):
         queue = "scalar" if target.arch.startswith("gfx12") else "lgkm"
-        yield _Step(device.issue, "load", queue, round(device.near * device.clock))
+        yield _Step(device.issue, "load", queue, round(device.near * device.clock), pipe="scalar")
     elif name.startswith("ds_"):
-        yield _Step(device.issue, "load", "lgkm", _LOCAL_CYCLES)
+        yield _Step(device.issue, "load", "lgkm", _LOCAL_CYCLES, pipe="local")
     elif name.startswith("s_barrier"):
         yield _Step(_BARRIER_CYCLES)
     elif shape := re.match(r"v_(?:mfma|wmma)_(?:scale_)?\w*?_(\d+)x(\d+)x(\d+)_?(\w+)", name):
         bits = 8 if "8" in shape[4] else 32 if shape[4].endswith("f32") else 16
         operations = 2 * int(shape[1]) * int(shape[2]) * int(shape[3])
-        yield _Step(_matrix_cycles(operations, bits, device))
-    elif name != "s_code_end":
+        yield _Step(_matrix_cycles(operations, bits, device), pipe="matrix")
+    elif name.startswith("s_"):
+        if name != "s_code_end":
+            yield _Step(device.issue, pipe="scalar")
+    else:
         yield _Step(device.issue * (4 if name.startswith(_SLOW) else 1))
 
 
@@ -348,12 +360,17 @@ def _sass_steps(assembly: str, target: Target, device: Device) -> Iterator[_Step
         elif shape := re.match(r"HMMA\.(\d{2})(\d)(\d+)|QMMA\.(\d{2})(\d)(\d+)", name):
             rows, columns, depth = (int(number) for number in shape.groups() if number)
             bits = 8 if name.startswith("Q") else 32 if "TF32" in name else 16
-            yield _Step(_matrix_cycles(2 * rows * columns * depth, bits, device), registers=registers)
+            cycles = _matrix_cycles(2 * rows * columns * depth, bits, device)
+            yield _Step(cycles, registers=registers, pipe="matrix")
         elif shape := re.match(r"[HQ]GMMA\.(\d+)x(\d+)x(\d+)", name):
             # Four warps share it, each on its own SIMD.
             operations = 2 * int(shape[1]) * int(shape[2]) * int(shape[3]) // SIMDS
             bits = 8 if name.startswith("Q") else 32 if "TF32" in name else 16
-            yield _Step(_matrix_cycles(operations, bits, device), registers=registers)
+            yield _Step(_matrix_cycles(operations, bits, device), registers=registers, pipe="matrix")
+        elif name.startswith(_FLOATS):
+            yield _Step(1, registers=registers, pipe="floats")
+        elif name.startswith(_PRODUCTS):
+            yield _Step(device.issue, registers=registers, pipe="products")
         else:
             yield _Step(device.issue * (4 if name.startswith(_SLOW) else 1), registers=registers)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from models.ops.triton.grids import cdiv, num_pieces
+from models.ops.triton.quantized_products import LOAD_WORDS
 from tools.kernel_prediction import Work
 from tools.kernels.compilation import Compilation
 
@@ -92,6 +93,21 @@ def _fp8_gemm(one: Compilation) -> tuple[Work, ...]:
 def _four_bit_gemm(one: Compilation) -> tuple[Work, ...]:
     scales = 1 / 32 if one.constexprs["IS_MXFP4"] else 3 / 128
     return _product(one, 0.5 + scales, one.config.blocks["DEPTH"], 16)
+
+
+def _four_bit_vector(one: Compilation) -> tuple[Work, ...]:
+    blocks, splits = one.config.blocks, one.constexprs["SPLITS"]
+    scales = 1 / 32 if one.constexprs["IS_MXFP4"] else 3 / 128
+    return (
+        Work(
+            "1 x 4k x 4k",
+            programs=cdiv(_WIDTH, blocks["COLUMNS"]) * splits,
+            passes=cdiv(cdiv(_WIDTH, blocks["LOADS"] * LOAD_WORDS.value * 8), splits),
+            bytes=_WIDTH * _WIDTH * (0.5 + scales) + _WIDTH * 4,
+            extra=_WIDTH * 8 * splits if splits > 1 else 0,
+            # The matrix units compute none of it; a vector's sums are bounded by its instructions.
+        ),
+    )
 
 
 def _dense_gemm(one: Compilation) -> tuple[Work, ...]:
@@ -198,6 +214,7 @@ _FINDERS: Mapping[str, Callable[[Compilation], tuple[Work, ...]]] = {
     "attention_prefill": _attention_prefill,
     "dense_gemm": _dense_gemm,
     "fp8_gemm": _fp8_gemm,
+    "four_bit_vector": _four_bit_vector,
     "four_bit_gemm": _four_bit_gemm,
     "moe_gemm": _moe_gemm,
     "moe_fp8_gemm": _moe_fp8_gemm,

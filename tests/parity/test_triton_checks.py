@@ -110,6 +110,7 @@ BROKEN = {
     "fp8_gemm_kernel": "a weight in fp8",
     "add_splits_kernel": "a weight in fp8",
     "four_bit_gemm_kernel": "a weight in int4",
+    "four_bit_vector_kernel": "a weight in mxfp4",
     "delta_conv_kernel": "delta net in fp16",
     "delta_conv_step_kernel": "delta net in fp16",
     "gated_delta_step_kernel": "delta net in fp16",

@@ -165,4 +165,10 @@ def test_launches_of_whole_models(
 ) -> None:
     found = launched(arch, dtype, [*made(variants, tmp_path), *quantised(formats, tmp_path)])
     assert {"attention_prefill_kernel", "latent_prefill_kernel", "gated_delta_span_kernel", "draw_kernel"} <= found
-    assert {"fp8_gemm_kernel", "four_bit_gemm_kernel", "moe_fp8_gemm_kernel", "moe_int8_gemm_kernel"} <= found
+    assert {
+        "fp8_gemm_kernel",
+        "four_bit_vector_kernel",
+        "four_bit_gemm_kernel",
+        "moe_fp8_gemm_kernel",
+        "moe_int8_gemm_kernel",
+    } <= found

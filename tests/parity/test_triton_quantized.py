@@ -358,3 +358,88 @@ def test_no_token_has_no_products() -> None:
     rows = random(0, 128)
     assert expert_products.moe_fp8_gemm(rows, weight, None, pairs, 0).shape == (0, 24)
     assert expert_products.moe_four_bit_gemm(rows, four_bits, None, pairs, 0).shape == (0, 24)
+
+
+@requires_fp8
+def test_a_row_with_nan_is_not_finite_in_fp8() -> None:
+    """Rounding to FP8 clamps, and NaN would become the smallest number."""
+    x = random(3, 256, dtype=torch.bfloat16)
+    x[1, 200] = float("nan")
+    found = quantized_products.fp8_linear(x, fp8_weight("row", 24, 256))
+    assert found[[0, 2]].isfinite().all()
+    assert not found[1].isfinite().any()
+
+
+def four_bit_weight(group: int | None, outputs: int, inputs: int, dtype: torch.dtype) -> FourBitWeight:
+    """All codes and zero points among its random ones, with a scale for `group` inputs; None: MXFP4."""
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    packed = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8, generator=generator)
+    if group is None:
+        exponents = torch.randint(110, 130, (outputs, inputs // 32), dtype=torch.uint8, generator=generator)
+        return FourBitWeight(packed.to(DEVICE), exponents.to(DEVICE))
+    shape = outputs, inputs // group
+    zeros = torch.randint(16, shape, dtype=torch.uint8, generator=generator)
+    return FourBitWeight(packed.to(DEVICE), (0.05 * random(*shape)).to(dtype), zeros.to(DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("group", "outputs", "inputs", "dtype", "has_bias"),
+    [
+        (None, 8, 64, torch.bfloat16, False),  # less than a tile of inputs
+        (None, 41, 1088, torch.bfloat16, True),  # columns past the end, splits, and an uneven tail
+        (None, 72, 256, torch.float16, True),
+        (32, 24, 192, torch.bfloat16, True),  # low and high nibbles of a run have scales of their own
+        (32, 41, 1024, torch.float16, False),
+        (64, 9, 320, torch.bfloat16, False),
+        (96, 16, 192, torch.bfloat16, True),  # groups that begin within a run
+        (128, 40, 1152, torch.bfloat16, True),
+    ],
+)
+def test_one_row_by_four_bits(
+    group: int | None, outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool
+) -> None:
+    """In float32, of codes that are not rounded; and as close to it as the kernel of several rows."""
+    weight = four_bit_weight(group, outputs, inputs, dtype)
+    x = random(1, inputs, dtype=dtype)
+    bias = random(outputs, dtype=dtype) if has_bias else None
+    found = quantized_products.four_bit_linear(x, weight, bias)
+    assert torch.equal(found, quantized_products.four_bit_linear(x.clone(), weight, bias))
+    dense = weight.dense(torch.float32)
+    exact = torch.nn.functional.linear(x.double(), dense.double(), None if bias is None else bias.double())
+    terms = x.abs().double() @ dense.abs().double().T
+    # The interpreter cuts off what bfloat16 has no bits for.
+    last = 2.0 ** (-7 if dtype is torch.bfloat16 else -10)
+    assert ((found.double() - exact).abs() <= last * exact.abs() + 2e-6 * (terms + 1)).all()
+
+
+def test_one_row_is_read_at_any_offset_and_stride() -> None:
+    """Four inputs are one integer of 64 bits, whose address would not be a multiple of 8."""
+    weight = four_bit_weight(64, 16, 128, torch.bfloat16)
+    wide = random(1, 300, dtype=torch.bfloat16)
+    expected = quantized_products.four_bit_linear(wide[:, 3:131].clone(), weight)
+    assert torch.equal(quantized_products.four_bit_linear(wide[:, 3:131], weight), expected)
+    strided = wide[:, 3:259:2]
+    assert torch.equal(
+        quantized_products.four_bit_linear(strided, weight),
+        quantized_products.four_bit_linear(strided.clone(), weight),
+    )
+
+
+def test_one_row_of_extreme_numbers_by_mxfp4() -> None:
+    """Codes are unpacked far below 1 and lifted again: neither may overflow or lose bits on the way."""
+    weight = four_bit_weight(None, 16, 64, torch.bfloat16)
+    for power in (-60, 0, 60):
+        x = (random(1, 64) * 2.0**power).to(torch.bfloat16)
+        exact = x.double() @ weight.dense(torch.float32).double().T
+        found = quantized_products.four_bit_linear(x, weight).double()
+        assert ((found - exact).abs() <= 2**-7 * exact.abs() + 1e-6 * exact.abs().max()).all()
+    x[0, 5] = float("nan")
+    assert not quantized_products.four_bit_linear(x, weight).isfinite().any()
+
+
+def test_with_batch_invariance_one_row_is_computed_as_several_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_is_invariant", True)
+    weight = four_bit_weight(64, 40, 1152, torch.bfloat16)
+    x = random(3, 1152, dtype=torch.bfloat16)
+    many = quantized_products.four_bit_linear(x, weight)
+    assert torch.equal(quantized_products.four_bit_linear(x[1:2], weight)[0], many[1])

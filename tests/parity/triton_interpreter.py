@@ -45,9 +45,16 @@ def rdna(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    """The original product, in float32 for all operands."""
+    """The original product, of the operands' numbers whatever their type is.
+
+    Summed in float64: the order of BLAS's sums depends on where a row lies among those of its tile, which on some
+    processors changes bits of float32, and matrix units have no such order.
+    """
     del self, input_precision, max_num_imprecise_acc
-    product = np.matmul(_as_float32(a), _as_float32(b)) if d.dtype.is_floating() else _sum_of(a, b, d)
+    if d.dtype.is_floating():
+        product = np.matmul(_as_float32(a).astype(np.float64), _as_float32(b).astype(np.float64))
+    else:
+        product = _sum_of(a, b, d)
     return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
 
 

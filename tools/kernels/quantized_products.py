@@ -4,10 +4,12 @@ from models.ops.triton.configs import FEW_ROWS, TARGETS, Target, config_of
 from models.ops.triton.quantized_products import (
     add_splits_kernel,
     four_bit_gemm_kernel,
+    four_bit_vector_kernel,
     fp8_gemm_kernel,
     quantize_groups_kernel,
     split_rows,
     splits_of,
+    vector_splits,
 )
 from models.ops.weight_formats import FP8_GROUP
 from tools.kernels.compilation import Compilation
@@ -127,6 +129,38 @@ _FOUR_BIT_GEMM_COMPILATIONS = tuple(
     for rows, is_ordered in ((16, False), (64, False), (128, False), (128, True))
 )
 
+_FOUR_BIT_VECTOR_COMPILATIONS = tuple(
+    Compilation(
+        kernel=four_bit_vector_kernel,
+        variant="mxfp4" if is_mxfp4 else "int4 g128",
+        target=target,
+        config=(config := config_of("four_bit_vector", target)),
+        signature={
+            "x": "*i64",
+            "weight": "*i32",
+            "zeros": "*u8",
+            "scales": "*i16" if is_mxfp4 else "*bf16",
+            "bias": "*bf16",
+            "out": "*fp32",
+            **dict.fromkeys(("N", "K", "num_groups"), "i32"),
+        },
+        constexprs={
+            "IS_MXFP4": is_mxfp4,
+            "IS_BFLOAT16": True,
+            "SUBGROUPS": 1 if is_mxfp4 else 4,
+            "IS_EVEN": True,
+            "HAS_BIAS": False,
+            "SPLITS": vector_splits(_WIDTH, _WIDTH, config.blocks),
+        },
+        divisible=frozenset({"N", "K", "num_groups"}),
+        large=frozenset({"weight"}),
+        # A scale, or a pair of exponents, and a zero point of each load of a thread.
+        narrow_loads=32,
+    )
+    for target in TARGETS.values()
+    for is_mxfp4 in (True, False)
+)
+
 _ADD_SPLITS_COMPILATIONS = tuple(
     Compilation(
         kernel=add_splits_kernel,
@@ -140,4 +174,10 @@ _ADD_SPLITS_COMPILATIONS = tuple(
     for target in TARGETS.values()
 )
 
-COMPILATIONS = (*_ADD_SPLITS_COMPILATIONS, *_FP8_COMPILATIONS, *_FP8_GEMM_COMPILATIONS, *_FOUR_BIT_GEMM_COMPILATIONS)
+COMPILATIONS = (
+    *_ADD_SPLITS_COMPILATIONS,
+    *_FP8_COMPILATIONS,
+    *_FP8_GEMM_COMPILATIONS,
+    *_FOUR_BIT_VECTOR_COMPILATIONS,
+    *_FOUR_BIT_GEMM_COMPILATIONS,
+)

@@ -214,8 +214,8 @@ def attention_prefill_kernel(
     is_element = is_query[:, None] & (dims < HEAD_DIM)[None, :]
     v_dims = tl.arange(0, V_TILE)
     is_value = is_query[:, None] & (v_dims < V_DIM)[None, :]
-    places = (query_start + tokens).to(tl.int64)
-    q_rows = places[:, None] * q_stride + heads[:, None] * q_head_stride
+    out_tokens = (query_start + tokens).to(tl.int64)
+    q_rows = out_tokens[:, None] * q_stride + heads[:, None] * q_head_stride
     q = q_ptr + q_rows if DEPTH < D_TILE else tl.load(q_ptr + (q_rows + dims[None, :]), mask=is_element, other=0.0)
 
     acc = tl.zeros([BLOCK_M, V_TILE], tl.float32)
@@ -252,7 +252,7 @@ def attention_prefill_kernel(
         )  # fmt: skip
 
     out = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
-    out_offsets = (places * (KV_HEADS * GROUP) + heads)[:, None] * V_DIM + v_dims[None, :]
+    out_offsets = (out_tokens * (KV_HEADS * GROUP) + heads)[:, None] * V_DIM + v_dims[None, :]
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=is_value)
 
 
@@ -395,9 +395,9 @@ def attention_decode_kernel(
     q_offsets = q_rows + dims[None, :]
 
     for item in range(tl.program_id(1), tl.load(num_items_ptr), tl.num_programs(1)):
-        place = tl.load(items_ptr + item)
-        row = place // MAX_PIECES
-        piece = place % MAX_PIECES
+        packed = tl.load(items_ptr + item)
+        row = packed // MAX_PIECES
+        piece = packed % MAX_PIECES
         length = tl.load(seq_lens_ptr + row)
         piece_len = piece_length(length)
         end = tl.minimum((piece + 1) * piece_len, length)
@@ -428,10 +428,10 @@ def attention_decode_kernel(
         is_any = total > 0
         safe = tl.where(is_any, total, 1.0)
         lse = tl.where(is_any, peak + tl.log2(safe), float("-inf"))
-        places = (row * num_pieces + piece).to(tl.int64) * (QUERY_LEN * KV_HEADS * GROUP)
-        places += tokens * (KV_HEADS * GROUP) + heads
-        tl.store(partial_lse_ptr + places, lse, mask=is_query)
-        tl.store(partial_ptr + places[:, None] * V_DIM + v_dims[None, :], acc / safe[:, None], mask=is_value)
+        partial_rows = (row * num_pieces + piece).to(tl.int64) * (QUERY_LEN * KV_HEADS * GROUP)
+        partial_rows += tokens * (KV_HEADS * GROUP) + heads
+        tl.store(partial_lse_ptr + partial_rows, lse, mask=is_query)
+        tl.store(partial_ptr + partial_rows[:, None] * V_DIM + v_dims[None, :], acc / safe[:, None], mask=is_value)
 
 
 def attention_decode(
@@ -543,11 +543,11 @@ def attention_merge_kernel(
         total = 0.0
     for first in range(0, count, BLOCK_P):
         pieces = first + tl.arange(0, BLOCK_P)
-        places = (row * num_pieces + pieces) * (QUERY_LEN * HEADS) + member
-        lse = tl.load(partial_lse_ptr + places, mask=pieces < count, other=float("-inf"))
+        partial_rows = (row * num_pieces + pieces) * (QUERY_LEN * HEADS) + member
+        lse = tl.load(partial_lse_ptr + partial_rows, mask=pieces < count, other=float("-inf"))
         # A piece without keys has left no values.
         is_kept = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
-        values = tl.load(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=is_kept, other=0.0)
+        values = tl.load(partial_ptr + partial_rows[:, None] * HEAD_DIM + dims[None, :], mask=is_kept, other=0.0)
         new_peak = tl.maximum(peak, tl.max(lse, 0))
         weights = tl.exp2(lse - new_peak)
         shrunk = tl.exp2(peak - new_peak)
@@ -555,8 +555,8 @@ def attention_merge_kernel(
         total = total * shrunk + tl.sum(weights, 0)
         peak = new_peak
     out = acc * (v_scale / tl.where(total > 0, total, 1.0))
-    places = (row * (QUERY_LEN * HEADS) + member) * HEAD_DIM + dims
-    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    partial_rows = (row * (QUERY_LEN * HEADS) + member) * HEAD_DIM + dims
+    tl.store(out_ptr + partial_rows, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 def attention_merge(

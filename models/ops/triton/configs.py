@@ -555,6 +555,15 @@ CONFIGS["int8_gemm"] = (
     Row(("sm_90",), _product_config(4, 3, 64, 128, DEPTH=128), _SOME),
     Row(("sm_90",), _product_config(8, 3, 128, 128, DEPTH=128)),
 )
+CONFIGS["four_bit_vector"] = (
+    Row(_INTERPRETER, Config({"COLUMNS": 8, "LOADS": 8})),
+    # LLVM fails there with the hint.
+    Row(("gfx90a",), Config({"COLUMNS": 16, "LOADS": 32}, 2)),
+    Row(CDNA, Config({"COLUMNS": 16, "LOADS": 32}, 2, hint=EARLY_LOADS)),
+    Row(RDNA, Config({"COLUMNS": 8, "LOADS": 32}, 1)),
+    # A warp has whole columns; of two warps, each would unpack the inputs of both.
+    Row(("sm_90",), Config({"COLUMNS": 4, "LOADS": 64}, 1)),
+)
 CONFIGS["four_bit_gemm"] = (
     Row(_INTERPRETER, _product_config(1, 1, 16, 16, DEPTH=128)),
     Row(

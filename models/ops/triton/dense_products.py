@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from models.ops.triton.configs import launch_of, target_of
+from models.ops.triton.elementwise import load_some
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.triton.launcher import jit
-from models.ops.triton.quantized_products import load_some, merged, rows_of_tile, split_rows, splits_of
+from models.ops.triton.quantized_products import merged, rows_of_tile, split_rows, splits_of
 
 
 @triton.jit

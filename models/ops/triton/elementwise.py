@@ -19,6 +19,28 @@ _ADD_NORM, _NORM_ADD = tl.constexpr(ADD_NORM), tl.constexpr(NORM_ADD)
 
 
 @triton.jit
+def load_some(pointers, exists):
+    """The numbers that exist, and zeros for others.
+
+    `exists`: None where all do, as a mask costs registers and, on AMD, branches.
+    """
+    if exists is None:  # noqa: SIM108, Triton types both branches of an expression
+        loaded = tl.load(pointers)
+    else:
+        loaded = tl.load(pointers, mask=exists, other=0.0)
+    return loaded
+
+
+@triton.jit
+def largest_of_groups(groups):
+    """The largest magnitude of each group; infinity where one is NaN, so that what the group is part of is not finite.
+
+    # [ROWS, GROUPS, DEPTH] or [GROUPS, DEPTH] float32, without the last dimension
+    """
+    return tl.max(tl.where(groups == groups, tl.abs(groups), float("inf")), len(groups.shape) - 1)
+
+
+@triton.jit
 def store_rounded(
     values,  # [ROWS, TILE], as they were rounded to their type; zero where not `inside`
     codes,  # [.., size] FP8
@@ -34,7 +56,7 @@ def store_rounded(
     ROWS: tl.constexpr = values.shape[0]
     TILE: tl.constexpr = values.shape[1]
     grouped = tl.reshape(values.to(tl.float32), [ROWS, TILE // DEPTH, DEPTH])
-    largest = tl.max(tl.abs(grouped), 2)
+    largest = largest_of_groups(grouped)
     scale = tl.where(largest > 0.0, largest / LARGEST, 1.0)
     # Division may round the largest value past the end.
     rounded = tl.reshape(tl.clamp(grouped / scale[:, :, None], -LARGEST, LARGEST), [ROWS, TILE])
@@ -91,13 +113,13 @@ def rms_norm_kernel(
     if IS_CENTRED:
         exact = tl.where(inside, exact - (tl.sum(exact, 1) / SIZE)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(exact * exact, 1) / SIZE + eps)[:, None]
-    places = columns
+    weight_index = columns
     if WEIGHT_ROWS > 1:
-        places = rows % WEIGHT_ROWS * SIZE + columns
-    weights = tl.load(weight + places, mask=columns < SIZE, other=0.0).to(tl.float32) + OFFSET
+        weight_index = rows % WEIGHT_ROWS * SIZE + columns
+    weights = tl.load(weight + weight_index, mask=columns < SIZE, other=0.0).to(tl.float32) + OFFSET
     normed = exact * scale * weights
     if HAS_BIAS:
-        normed += tl.load(bias + places, mask=columns < SIZE, other=0.0).to(tl.float32)
+        normed += tl.load(bias + weight_index, mask=columns < SIZE, other=0.0).to(tl.float32)
     normed = normed.to(out.dtype.element_ty)
     if MODE == _NORM_ADD:
         kept = tl.load(residual + rows * residual_stride + columns, mask=inside, other=0.0)

@@ -14,12 +14,12 @@ import triton.language as tl
 
 import models.ops.triton.configs  # noqa: F401, the rows of this kernel
 from models.ops.triton.configs import launch_of
-from models.ops.triton.elementwise import gated_product
+from models.ops.triton.elementwise import gated_product, load_some
 from models.ops.triton.expert_routing import SortedPairs, moe_sort
 from models.ops.triton.grids import cdiv
-from models.ops.triton.int8_products import load_integers, quantize_rows
+from models.ops.triton.int8_products import quantize_rows
 from models.ops.triton.launcher import jit
-from models.ops.triton.quantized_products import add_group, add_runs, load_runs, load_some, operands
+from models.ops.triton.quantized_products import add_group, add_runs, load_runs, operands
 from models.ops.types import Gating
 from models.ops.weight_formats import (
     FP8_GROUP,
@@ -35,12 +35,31 @@ NO_ACTIVATION = -1
 
 
 @triton.jit
-def pairs_of_block(pairs, block_experts, block_rows, block, BLOCK_M: tl.constexpr):
-    """A block's pairs, which of its rows are some, and their expert. # [BLOCK_M] int64, [BLOCK_M], int64"""
+def tile_of_block(
+    pairs,
+    block_experts,
+    block_rows,
+    block,
+    tile,  # Of columns
+    columns,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """What a program computes: a block's pairs, which of its rows are pairs, and their expert; a tile's columns, the
+    columns to read in their stead, and these as rows of all experts' weights.
+
+    # [BLOCK_M] int64, [BLOCK_M], int64, [COLUMNS], [COLUMNS], [COLUMNS] int64
+    """
     lanes = tl.arange(0, BLOCK_M)
     is_pair = lanes < tl.load(block_rows + block)
     pair = tl.load(pairs + block * BLOCK_M + lanes, mask=is_pair, other=0).to(tl.int64)
-    return pair, is_pair, tl.load(block_experts + block).to(tl.int64)
+    expert = tl.load(block_experts + block).to(tl.int64)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    # Columns past the edge are read from row 0, and never written.
+    read = tl.where(column < columns, column, 0)
+    parts = 2 if ACTIVATION >= 0 else 1
+    return pair, is_pair, expert, column, read, expert * columns * parts + read
 
 
 @triton.jit
@@ -59,7 +78,7 @@ def store_products(
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Adds biases, gates, and writes to the places of the pairs."""
+    """Adds biases, gates, and writes to the rows of the pairs."""
     if HAS_BIAS:
         acc += tl.load(bias + weight_row).to(tl.float32)[None, :]
     if ACTIVATION >= 0:
@@ -111,11 +130,6 @@ def products_of(
 # read and scattered as they are written: tokens are never copied into the order of experts.
 
 
-@triton.jit
-def _load_run(at, is_inside, IS_WHOLE: tl.constexpr):
-    return tl.load(at) if IS_WHOLE else tl.load(at, mask=is_inside, other=0.0)
-
-
 @jit(do_not_specialize=["max_blocks"])
 def moe_gemm_kernel(
     rows,  # [tokens, inner], or [num_pairs, inner]
@@ -151,10 +165,9 @@ def moe_gemm_kernel(
     block, tile = group * GROUP + within % height, within // height
     if block >= tl.load(num_blocks):
         return
-    pair, is_pair, expert = pairs_of_block(pairs, block_experts, block_rows, block, BLOCK_M)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    # What lies past the edges is read from row 0, and never written.
-    read = tl.where(column < columns, column, 0)
+    pair, is_pair, expert, column, read, weight_row = tile_of_block(
+        pairs, block_experts, block_rows, block, tile, columns, ACTIVATION, BLOCK_M, BLOCK_N
+    )
     ks = tl.arange(0, BLOCK_K)
     left = rows + (pair // PAIRS_PER_ROW)[:, None] * row_stride + ks[None, :]
     right = weight + expert * expert_stride + read[None, :] * weight_stride + ks[:, None]
@@ -163,15 +176,15 @@ def moe_gemm_kernel(
     if ACTIVATION >= 0:
         up_right = right + columns * weight_stride
     for first in range(0, inner, BLOCK_K):
-        a = _load_run(left, ks[None, :] < inner - first, IS_WHOLE)
-        acc = tl.dot(a, _load_run(right, ks[:, None] < inner - first, IS_WHOLE), acc, input_precision="ieee")
+        is_input = None if IS_WHOLE else ks[None, :] < inner - first
+        is_depth = None if IS_WHOLE else ks[:, None] < inner - first
+        a = load_some(left, is_input)
+        acc = tl.dot(a, load_some(right, is_depth), acc, input_precision="ieee")
         if ACTIVATION >= 0:
-            up = tl.dot(a, _load_run(up_right, ks[:, None] < inner - first, IS_WHOLE), up, input_precision="ieee")
+            up = tl.dot(a, load_some(up_right, is_depth), up, input_precision="ieee")
             up_right += BLOCK_K
         left += BLOCK_K
         right += BLOCK_K
-    parts = 2 if ACTIVATION >= 0 else 1
-    weight_row = expert * columns * parts + read
     store_products(
         acc, up, bias, out, pair, is_pair, weight_row, column, columns, alpha, limit, HAS_BIAS, ACTIVATION
     )  # fmt: skip
@@ -192,7 +205,7 @@ def moe_gemm(
     # [tokens, inner] or [num_pairs, inner], [experts, out, inner], [experts, out] -> [num_pairs, out]
 
     With `gating` the weight's rows are gates and then what they gate, and the result is [num_pairs, out / 2]. Rows of
-    pairs that `sorted_pairs` left out are undefined. `weight` must lie with its inner dimension side by side.
+    pairs that `sorted_pairs` left out are undefined. The inner dimension of `weight` must be contiguous.
     """
     _, outputs, inner = weight.shape
     made = products_of(rows, outputs, bias, sorted_pairs, num_pairs, gating, out)
@@ -254,12 +267,9 @@ def moe_fp8_gemm_kernel(
     block = tl.program_id(1)
     if block >= tl.load(num_blocks):
         return
-    pair, is_pair, expert = pairs_of_block(pairs, block_experts, block_rows, block, BLOCK_M)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    # What lies past the edges is read from row 0, and never written.
-    read = tl.where(column < columns, column, 0)
-    parts = 2 if ACTIVATION >= 0 else 1
-    weight_row = expert * columns * parts + read
+    pair, is_pair, _, column, _, weight_row = tile_of_block(
+        pairs, block_experts, block_rows, block, tl.program_id(0), columns, ACTIVATION, BLOCK_M, COLUMNS
+    )
     depth = tl.arange(0, DEPTH)
     row = pair // PAIRS_PER_ROW
     x_at = rows + row[:, None] * row_stride + depth[None, :]
@@ -377,12 +387,9 @@ def moe_four_bit_gemm_kernel(
     block = tl.program_id(1)
     if block >= tl.load(num_blocks):
         return
-    pair, is_pair, expert = pairs_of_block(pairs, block_experts, block_rows, block, BLOCK_M)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    # What lies past the edges is read from row 0, and never written.
-    read = tl.where(column < columns, column, 0)
-    parts = 2 if ACTIVATION >= 0 else 1
-    weight_row = expert * columns * parts + read
+    pair, is_pair, _, column, _, weight_row = tile_of_block(
+        pairs, block_experts, block_rows, block, tl.program_id(0), columns, ACTIVATION, BLOCK_M, COLUMNS
+    )
     half, run = tl.arange(0, DEPTH // 2), tl.arange(0, DEPTH // 64)
     inputs = half // 32 * 64 + half % 32
     x_at = rows + (pair // PAIRS_PER_ROW)[:, None] * row_stride + inputs[None, :]
@@ -495,12 +502,9 @@ def moe_int8_gemm_kernel(
     block = tl.program_id(1)
     if block >= tl.load(num_blocks):
         return
-    pair, is_pair, expert = pairs_of_block(pairs, block_experts, block_rows, block, BLOCK_M)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    # Columns past the edge read row 0, and are never written.
-    read = tl.where(column < columns, column, 0)
-    parts = 2 if ACTIVATION >= 0 else 1
-    weight_row = expert * columns * parts + read
+    pair, is_pair, _, column, _, weight_row = tile_of_block(
+        pairs, block_experts, block_rows, block, tl.program_id(0), columns, ACTIVATION, BLOCK_M, COLUMNS
+    )
     depth = tl.arange(0, DEPTH)
     row = pair // PAIRS_PER_ROW
     x_at = rows + row[:, None] * row_stride + depth[None, :]
@@ -511,11 +515,11 @@ def moe_int8_gemm_kernel(
         up_at = weight_at + columns.to(tl.int64) * inner
     for start in range(0, inner, DEPTH):
         exists = None if IS_EVEN else depth[None, :] < inner - start
-        part = load_integers(weight_at, exists)
+        part = load_some(weight_at, exists)
         if ACTIVATION >= 0:
-            up_part = load_integers(up_at, exists)
+            up_part = load_some(up_at, exists)
             up_at += DEPTH
-        a = load_integers(x_at, exists)
+        a = load_some(x_at, exists)
         total = tl.dot(a, tl.trans(part), total, out_dtype=tl.int32)
         if ACTIVATION >= 0:
             up_total = tl.dot(a, tl.trans(up_part), up_total, out_dtype=tl.int32)

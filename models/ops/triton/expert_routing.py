@@ -58,7 +58,7 @@ def moe_route_kernel(
 ):
     """ROWS tokens with all of their scores in registers. Grid: (tiles of tokens,)."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    lanes, places = tl.arange(0, TILE)[None, :], tl.arange(0, TOP_K_TILE)[None, :]
+    lanes, slots = tl.arange(0, TILE)[None, :], tl.arange(0, TOP_K_TILE)[None, :]
     inside = rows < num_tokens
     at = logits + tl.minimum(rows, num_tokens - 1)[:, None] * stride + lanes
     scores = tl.load(at, mask=lanes < EXPERTS, other=float("-inf")).to(tl.float32)
@@ -84,18 +84,18 @@ def moe_route_kernel(
         choice = tl.where(kept, choice, float("-inf"))
     chosen = tl.zeros([ROWS, TOP_K_TILE], tl.int32)
     chosen_weights = tl.zeros([ROWS, TOP_K_TILE], tl.float32)
-    for place in tl.static_range(TOP_K):
+    for slot in tl.static_range(TOP_K):
         best = tl.argmax(choice, 1, tie_break_left=True)[:, None]
         is_best = lanes == best
         weight = tl.sum(tl.where(is_best, scores, 0.0), 1)[:, None]
-        chosen = tl.where(places == place, best, chosen)
-        chosen_weights = tl.where(places == place, weight, chosen_weights)
+        chosen = tl.where(slots == slot, best, chosen)
+        chosen_weights = tl.where(slots == slot, weight, chosen_weights)
         choice = tl.where(is_best, float("-inf"), choice)
     if RENORMALIZE:
         # All scores of a token may vanish in float32.
         chosen_weights = chosen_weights / (tl.sum(chosen_weights, 1)[:, None] + 1e-20)
-    out = rows[:, None] * TOP_K + places
-    stored = inside[:, None] & (places < TOP_K)
+    out = rows[:, None] * TOP_K + slots
+    stored = inside[:, None] & (slots < TOP_K)
     tl.store(ids + out, chosen.to(tl.int64), mask=stored)
     tl.store(weights + out, chosen_weights * scaling_factor, mask=stored)
 
@@ -239,12 +239,12 @@ def moe_place_kernel(
     blocks = (total + BLOCK - 1) // BLOCK
     first_block = tl.cumsum(blocks, 0) - blocks
 
-    # In the chunk's own order by expert, a pair's place is its expert's first and how far it is behind that.
+    # In the chunk's own order by expert, a pair's position is its expert's first and how far it is behind that.
     ordered = tl.sort(experts * CHUNK + lanes)
     expert = ordered // CHUNK
     first = first_block * BLOCK + earlier - (tl.cumsum(of_chunk, 0) - of_chunk)
-    place = tl.gather(first, expert, 0) + lanes
-    tl.store(pairs_out + place, chunk * CHUNK + ordered % CHUNK, mask=expert < num_experts)
+    position = tl.gather(first, expert, 0) + lanes
+    tl.store(pairs_out + position, chunk * CHUNK + ordered % CHUNK, mask=expert < num_experts)
 
     for nth in range(chunk, tl.max(blocks, 0), tl.num_programs(0)):
         has_nth = nth < blocks
@@ -275,14 +275,14 @@ def moe_sort(ids: torch.Tensor, num_experts: int, block: int) -> SortedPairs:
     sizes = [max_blocks * block, table, table, 1]
     pairs, block_experts, block_rows, num_blocks = ids.new_empty(sum(sizes), dtype=torch.int32).split_with_sizes(sizes)
     out = SortedPairs(pairs, block_experts, block_rows, num_blocks, max_blocks, block, ids)
-    place = launch_of("moe_place", ids.device)
-    chunk = place.blocks["CHUNK"]
+    launch = launch_of("moe_place", ids.device)
+    chunk = launch.blocks["CHUNK"]
     num_chunks = cdiv(num_pairs, chunk)
     counts = totals = out.pairs
     if num_chunks > 1:
         counts = ids.new_empty(num_chunks * tile, dtype=torch.int32)
         totals = ids.new_empty(tile, dtype=torch.int32)
-        moe_count_kernel[(num_chunks,)](ids, counts, num_pairs, num_experts, EXPERTS=tile, **place.keywords)
+        moe_count_kernel[(num_chunks,)](ids, counts, num_pairs, num_experts, EXPERTS=tile, **launch.keywords)
         scan = launch_of("moe_scan", ids.device)
         lanes = min(tile, scan.blocks["LANES"])
         moe_scan_kernel[(tile // lanes,)](
@@ -298,7 +298,7 @@ def moe_sort(ids: torch.Tensor, num_experts: int, block: int) -> SortedPairs:
         EXPERTS=tile,
         BLOCK=block,
         IS_WHOLE=num_chunks == 1,
-        **place.keywords,
+        **launch.keywords,
     )
     return out
 

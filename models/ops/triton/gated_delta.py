@@ -129,15 +129,15 @@ def delta_conv_kernel(
         return
     before = inputs + slot * slot_stride + channels * (TAPS - 1)
     at = projected + token.to(tl.int64) * stride + head * (2 * KEY + 2 * VALUES) + columns
-    place = token - start  # Among its row's tokens
+    position = token - start  # Among its row's tokens
     summed = tl.zeros([COLUMNS], tl.float32)
     for tap in tl.static_range(TAPS):
         # An input of this step, or one of the last of the steps before.
-        is_here = place >= TAPS - 1 - tap
+        is_here = position >= TAPS - 1 - tap
         x = tl.load(at - (TAPS - 1 - tap) * stride, mask=exists & is_here, other=0.0)
         if tap < TAPS - 1:
             was = exists & (is_here == 0) & (is_new == 0)
-            x = tl.where(is_here, x, tl.load(before + place + tap, mask=was, other=0.0).to(x.dtype))
+            x = tl.where(is_here, x, tl.load(before + position + tap, mask=was, other=0.0).to(x.dtype))
         share = tl.load(weight + channels * TAPS + tap, mask=exists, other=0.0)
         summed += x.to(tl.float32) * share.to(tl.float32)
     summed = summed * tl.sigmoid(summed)
@@ -167,12 +167,12 @@ def keep_inputs_kernel(
     at = projected + start.to(tl.int64) * stride + head * (2 * KEY + 2 * VALUES) + columns
     before = inputs + tl.load(slots + row) * slot_stride + channels * (TAPS - 1)
     for tap in tl.static_range(TAPS - 1):
-        place = count - (TAPS - 1) + tap
+        position = count - (TAPS - 1) + tap
         # A row of few tokens keeps some of the inputs before them; they lie behind where this tap's is written.
-        x = tl.load(at + place.to(tl.int64) * stride, mask=exists & (place >= 0), other=0.0)
-        was = tl.load(before + count + tap, mask=exists & (place < 0) & (is_new == 0), other=0.0)
+        x = tl.load(at + position.to(tl.int64) * stride, mask=exists & (position >= 0), other=0.0)
+        was = tl.load(before + count + tap, mask=exists & (position < 0) & (is_new == 0), other=0.0)
         tl.debug_barrier()  # A thread may hold the same channel as another, which still reads it.
-        tl.store(before + tap, tl.where(place >= 0, x.to(was.dtype), was), mask=exists)
+        tl.store(before + tap, tl.where(position >= 0, x.to(was.dtype), was), mask=exists)
 
 
 def delta_conv(
@@ -329,11 +329,11 @@ def gated_delta_step_kernel(
             state += k[:, None] * ((v - held) * share)[None, :]
             tl.store(states + to * num_heads * (KEY * VALUE) + at, state, mask=mask)
             read = tl.sum(state * q[:, None], 0)
-            place = (token.to(tl.int64) * num_heads + head) * VALUE
-            tl.store(out + place + values, read.to(out.dtype.element_ty), mask=has_value)
+            offset = (token.to(tl.int64) * num_heads + head) * VALUE
+            tl.store(out + offset + values, read.to(out.dtype.element_ty), mask=has_value)
         else:
-            place = (token.to(tl.int64) * num_heads + head) * VALUE
-            tl.store(out + place + values, tl.zeros([VALUES], out.dtype.element_ty), mask=has_value)
+            offset = (token.to(tl.int64) * num_heads + head) * VALUE
+            tl.store(out + offset + values, tl.zeros([VALUES], out.dtype.element_ty), mask=has_value)
 
 
 @jit
@@ -354,15 +354,15 @@ def gated_norm_kernel(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     values = tl.arange(0, VALUE_TILE)
     mask = values < VALUE
-    place = (token * num_heads + head) * VALUE + values
-    x = tl.load(read + place, mask=mask, other=0.0).to(tl.float32)
+    offset = (token * num_heads + head) * VALUE + values
+    x = tl.load(read + offset, mask=mask, other=0.0).to(tl.float32)
     part: tl.constexpr = 2 * KEY + 2 * GROUP * VALUE
     at = projected + token * stride + head // GROUP * part + 2 * KEY + (GROUP + head % GROUP) * VALUE + values
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / VALUE + eps)
     # Rounded between, as the norm's output is.
     x = x.to(out.dtype.element_ty).to(tl.float32) * tl.load(weight + values, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, (x * gate * tl.sigmoid(gate)).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + offset, (x * gate * tl.sigmoid(gate)).to(out.dtype.element_ty), mask=mask)
 
 
 def delta_step(
@@ -470,28 +470,28 @@ def delta_inverse_kernel(
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(chunks + chunk * 2), tl.load(chunks + chunk * 2 + 1)
-    places, keys = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
-    exists = places < count
-    tokens = first + places
+    positions, keys = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
+    exists = positions < count
+    tokens = first + positions
     decay, share = gates(ba, ba_stride, a_log, dt_bias, tokens, head, exists, GROUP)
     decay = tl.cumsum(tl.where(exists, decay, 0.0), 0)
     share = tl.where(exists, share, 0.0)
     rows = convolved + tokens[:, None].to(tl.int64) * num_channels + (num_heads + head) // GROUP * KEY
     k = unit_rows(rows + keys[None, :], exists[:, None] & (keys < KEY)[None, :], 1.0)
     overlap = tl.dot(k, tl.trans(k), input_precision=PRECISION) * share[:, None]
-    is_before = places[:, None] > places[None, :]
+    is_before = positions[:, None] > positions[None, :]
     # Where j is behind t the difference is positive and may overflow: it is hidden before it is raised.
     between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
     overlap = overlap * between
-    inverse = tl.where(places[:, None] == places[None, :], 1.0, 0.0)
+    inverse = tl.where(positions[:, None] == positions[None, :], 1.0, 0.0)
     for row in range(1, CHUNK):
-        is_row = places == row
+        is_row = positions == row
         of_row = tl.sum(tl.where(is_row[:, None], overlap, 0.0), 0)  # [CHUNK], nothing from `row` on
         solved = tl.sum(of_row[:, None] * inverse, 0)
         inverse = tl.where(is_row[:, None], inverse - solved[None, :], inverse)
-    place = chunk.to(tl.int64) * num_heads + head
-    tl.store(decays + place * CHUNK + places, decay)
-    at = inverses + (place * CHUNK + places[:, None]) * CHUNK + places[None, :]
+    chunk_head = chunk.to(tl.int64) * num_heads + head
+    tl.store(decays + chunk_head * CHUNK + positions, decay)
+    at = inverses + (chunk_head * CHUNK + positions[:, None]) * CHUNK + positions[None, :]
     tl.store(at, inverse * share[None, :])
 
 
@@ -544,7 +544,7 @@ def gated_delta_span_kernel(
     head, span = tl.program_id(1), spans + tl.program_id(2) * 4
     first, count = tl.load(span), tl.load(span + 1)
     chunk, is_new = tl.load(span + 2), tl.load(span + 3)
-    places = tl.arange(0, CHUNK)
+    positions = tl.arange(0, CHUNK)
     values = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     has_value = values < VALUE
     key_head, key_channels = head // GROUP, num_heads // GROUP * KEY
@@ -556,15 +556,15 @@ def gated_delta_span_kernel(
         in_state = (keys < KEY)[:, None] & has_value[None, :] & (is_new == 0)
         state += (tl.load(at_state + keys[:, None] * VALUE + values[None, :], mask=in_state, other=0.0),)
     for start in range(0, count, CHUNK):
-        tokens = (first + start + places).to(tl.int64)
-        exists = start + places < count
+        tokens = (first + start + positions).to(tl.int64)
+        exists = start + positions < count
         rows = convolved + tokens[:, None] * num_channels
         k = _unit_parts(rows + key_channels + key_head * KEY, exists, 1.0, KEY, PARTS, PART)
         in_values = exists[:, None] & has_value[None, :]
         v = tl.load(rows + 2 * key_channels + head * VALUE + values[None, :], mask=in_values, other=0.0)
-        place = chunk.to(tl.int64) * num_heads + head
-        decay = tl.load(decays + place * CHUNK + places)
-        inverse = tl.load(inverses + (place * CHUNK + places[:, None]) * CHUNK + places[None, :])
+        chunk_head = chunk.to(tl.int64) * num_heads + head
+        decay = tl.load(decays + chunk_head * CHUNK + positions)
+        inverse = tl.load(inverses + (chunk_head * CHUNK + positions[:, None]) * CHUNK + positions[None, :])
 
         shrunk = tl.exp(decay)[:, None]
         held = tl.zeros([CHUNK, VALUES], tl.float32)
@@ -573,7 +573,7 @@ def gated_delta_span_kernel(
         wanted = v.to(tl.float32) - shrunk * held
         corrections = tl.dot(inverse, tl.where(in_values, wanted, 0.0), input_precision=PRECISION)
         q = _unit_parts(rows + key_head * KEY, exists, KEY**-0.5, KEY, PARTS, PART)
-        seen = places[:, None] >= places[None, :]
+        seen = positions[:, None] >= positions[None, :]
         between = tl.exp(tl.where(seen, decay[:, None] - decay[None, :], float("-inf")))
         overlap = tl.zeros([CHUNK, CHUNK], tl.float32)
         read = tl.zeros([CHUNK, VALUES], tl.float32)

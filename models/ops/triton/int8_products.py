@@ -5,7 +5,6 @@ exact, in any order: a row's result depends neither on its batch nor on tiles.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from models.ops.triton.configs import launch_of
@@ -43,16 +42,6 @@ def quantize_rows_kernel(
         steps = tl.where(steps == steps, tl.clamp(steps, -LARGEST * 1.0, LARGEST * 1.0), 0.0)
         tl.store(codes + row * K + start + tile, steps.to(tl.int8), mask=start + tile < K)
     tl.store(scales + row, scale)
-
-
-@triton.jit
-def load_integers(pointers, exists):
-    """Integers, and zeros where there are none; None: all are there."""
-    if exists is None:  # noqa: SIM108, Triton types both branches of an expression
-        loaded = tl.load(pointers)
-    else:
-        loaded = tl.load(pointers, mask=exists, other=0)
-    return loaded
 
 
 @jit(do_not_specialize=["M"])  # It differs from step to step.

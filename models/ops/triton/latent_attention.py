@@ -145,9 +145,9 @@ def latent_attention_kernel(
 
     lse = tl.where(total > 0.0, highest + tl.log2(total), float("-inf"))
     attended = attended * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
-    place = (token.to(tl.int64) * num_heads + heads) * num_runs + run
-    tl.store(partial_lse + place, lse, mask=has_head)
-    tl.store(partial + place[:, None] * RANK + ranks[None, :], attended, mask=has_head[:, None] & has_rank[None, :])
+    index = (token.to(tl.int64) * num_heads + heads) * num_runs + run
+    tl.store(partial_lse + index, lse, mask=has_head)
+    tl.store(partial + index[:, None] * RANK + ranks[None, :], attended, mask=has_head[:, None] & has_rank[None, :])
 
 
 @jit(do_not_specialize=["num_runs"], do_not_specialize_on_alignment=["token_lens"])
@@ -170,12 +170,12 @@ def merge_latent_runs_kernel(
         length = tl.load(token_lens + token)
     ranks = tl.arange(0, RANK_TILE)
     has_rank = ranks < RANK
-    place = (token.to(tl.int64) * num_heads + head) * num_runs
+    index = (token.to(tl.int64) * num_heads + head) * num_runs
     highest, total = -1.0e30, 0.0
     merged = tl.zeros([RANK_TILE], tl.float32)
     for run in range(tl.cdiv(length, _run_length(length, RUN))):
-        lse = tl.load(partial_lse + place + run)
-        part = tl.load(partial + (place + run) * RANK + ranks, mask=has_rank, other=0.0)
+        lse = tl.load(partial_lse + index + run)
+        part = tl.load(partial + (index + run) * RANK + ranks, mask=has_rank, other=0.0)
         higher = tl.maximum(highest, lse)
         shrink, share = tl.exp2(highest - higher), tl.exp2(lse - higher)
         merged = merged * shrink + part * share
@@ -391,13 +391,13 @@ def latent_prefill_kernel(
     q_nope = _load_tile(q + rows[:, None] * q_stride + head * q_head_stride, has_query, NOPE, NOPE_TILE)
     q_rope = _load_tile(rotated + rows[:, None] * rope_stride + head * rope_head_stride, has_query, ROPE, ROPE_TILE)
 
-    place = rows * num_heads + head
+    index = rows * num_heads + head
     is_carried = has_query & (is_first == 0)
     values = tl.arange(0, VALUE_TILE)
     has_value = has_query[:, None] & (values < VALUE)[None, :]
-    highest = tl.load(carried_softmax + place * 2, mask=is_carried, other=-1.0e30)
-    total = tl.load(carried_softmax + place * 2 + 1, mask=is_carried, other=0.0)
-    at = carried + place[:, None] * VALUE
+    highest = tl.load(carried_softmax + index * 2, mask=is_carried, other=-1.0e30)
+    total = tl.load(carried_softmax + index * 2 + 1, mask=is_carried, other=0.0)
+    at = carried + index[:, None] * VALUE
     attended = _load_tile(at, is_carried, VALUE, VALUE_TILE)
 
     expanded += first_key.to(tl.int64) * key_stride + head * (NOPE + VALUE)
@@ -417,10 +417,10 @@ def latent_prefill_kernel(
 
     if is_last != 0:
         attended = attended / total[:, None]
-        tl.store(out + place[:, None] * VALUE + values[None, :], attended.to(out.dtype.element_ty), mask=has_value)
+        tl.store(out + index[:, None] * VALUE + values[None, :], attended.to(out.dtype.element_ty), mask=has_value)
     else:
-        tl.store(carried_softmax + place * 2, highest, mask=has_query)
-        tl.store(carried_softmax + place * 2 + 1, total, mask=has_query)
+        tl.store(carried_softmax + index * 2, highest, mask=has_query)
+        tl.store(carried_softmax + index * 2 + 1, total, mask=has_query)
         tl.store(at + values[None, :], attended, mask=has_value)
 
 
@@ -519,9 +519,9 @@ def indexer_scores_kernel(
     block = tl.load(table + positions // BLOCK_SIZE, mask=seen, other=0)
     rows = vectors + block.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * DIM
     keys = tl.load(rows[:, None] + dims[None, :], mask=seen[:, None] & has_dim[None, :], other=0.0)
-    place = token.to(tl.int64) * num_heads + heads
-    queries = tl.load(q + place[:, None] * DIM + dims[None, :], mask=has_head[:, None] & has_dim[None, :], other=0.0)
-    weight = tl.load(weights + place, mask=has_head, other=0.0)
+    index = token.to(tl.int64) * num_heads + heads
+    queries = tl.load(q + index[:, None] * DIM + dims[None, :], mask=has_head[:, None] & has_dim[None, :], other=0.0)
+    weight = tl.load(weights + index, mask=has_head, other=0.0)
     by_head = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
     summed = tl.sum(tl.maximum(by_head, 0.0) * weight[:, None], 0)
     tl.store(at, tl.where(seen, summed, float("-inf")), mask=positions < width)

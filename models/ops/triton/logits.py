@@ -48,11 +48,11 @@ def adjust_kernel(
     TILE: tl.constexpr,
 ):
     """TILE changes to single logits. Grid: (tiles of changes,)."""
-    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = places < num_changes
-    row = tl.load(rows + places, mask=inside, other=0)
-    token = tl.load(ids + places, mask=inside, other=0)
-    value = tl.load(values + places, mask=inside, other=0.0)
+    entries = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = entries < num_changes
+    row = tl.load(rows + entries, mask=inside, other=0)
+    token = tl.load(ids + entries, mask=inside, other=0)
+    value = tl.load(values + entries, mask=inside, other=0.0)
     at = logits + row * stride + token
     if KIND <= _PRESENCE:
         bit = tl.full([TILE], 1, tl.int32) << (token % 32).to(tl.int32)
@@ -239,17 +239,17 @@ def logprobs_tile_kernel(
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = ids < vocab_size
     values = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf"))
-    place = row * tl.num_programs(1) + tl.program_id(1)
+    tile_index = row * tl.num_programs(1) + tl.program_id(1)
     peak = tl.max(values, 0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
-    tl.store(peaks + place, shift)
-    tl.store(sums + place, tl.sum(tl.exp(values - shift), 0))
+    tl.store(peaks + tile_index, shift)
+    tl.store(sums + tile_index, tl.sum(tl.exp(values - shift), 0))
     is_better = inside & ((values > own) | ((values == own) & (ids < token)))
-    tl.store(better + place, tl.sum(is_better.to(tl.int32), 0))
+    tl.store(better + tile_index, tl.sum(is_better.to(tl.int32), 0))
     order = tl.where(inside, order_of(values, ids), _NOTHING)
     for nth in range(count):
         first = tl.max(order, 0)
-        tl.store(best + place * count + nth, first)
+        tl.store(best + tile_index * count + nth, first)
         order = tl.where(order == first, _NOTHING, order)
 
 
@@ -273,9 +273,9 @@ def logprobs_row_kernel(
 ):
     """One row. Grid: (R,)."""
     row = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, TILES)
-    inside = places < tiles
-    of_tiles = row * tiles + places
+    lanes = tl.arange(0, TILES)
+    inside = lanes < tiles
+    of_tiles = row * tiles + lanes
     shifts = tl.load(peaks + of_tiles, mask=inside, other=float("-inf"))
     highest = tl.max(shifts, 0)
     total = tl.sum(tl.load(sums + of_tiles, mask=inside, other=0.0) * tl.exp(shifts - highest), 0)

@@ -8,6 +8,7 @@ Hardware without FP8 multiplies activations as they are, by weights that are con
 registers. The experts' products share both layouts.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import triton.language as tl
 
 from models.ops import triton as kernels
 from models.ops.triton.configs import FEW_ROWS, Target, launch_of, target_of
+from models.ops.triton.elementwise import largest_of_groups, load_some
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.triton.int8_products import int8_linear
 from models.ops.triton.launcher import jit
@@ -39,7 +41,7 @@ def quantize_groups_kernel(
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = groups[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
     values = tl.load(x + row * x_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 1)
+    largest = largest_of_groups(values)
     scale = tl.where(largest > 0.0, largest / LARGEST, 1.0)
     # Division may round the largest value past the end.
     values = tl.clamp(values / scale[:, None], -LARGEST, LARGEST)
@@ -48,20 +50,11 @@ def quantize_groups_kernel(
 
 
 @triton.jit
-def load_some(pointers, exists):
-    """What is there, and zeros elsewhere. A mask costs registers and, on AMD, branches: None where all is there."""
-    if exists is None:  # noqa: SIM108, Triton types both branches of an expression
-        loaded = tl.load(pointers)
-    else:
-        loaded = tl.load(pointers, mask=exists, other=0.0)
-    return loaded
-
-
-@triton.jit
 def fp8_values(codes, dtype: tl.constexpr):
     """The numbers of e4m3fn's bytes, exact in bfloat16; NaN is not among them.
 
-    A code's bits, moved to float32's places, are the number but for the bias, also those without a leading one.
+    A code's bits, shifted to those of float32's exponent and mantissa, are the number but for the bias, also of
+    numbers without a leading one.
     """
     bits = ((codes & 0x80).to(tl.int32) << 24) | ((codes & 0x7F).to(tl.int32) << 20)
     return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
@@ -375,7 +368,8 @@ def fp8_linear(
 def mxfp4_values(codes, exponents, dtype: tl.constexpr):
     """The numbers of E2M1 codes times powers of two (OCP microscaling formats 1.0), exact in bfloat16.
 
-    A code's bits, moved to float32's places, are the number but for the bias, also 0.5, which has no leading one.
+    A code's bits, shifted to those of float32's exponent and mantissa, are the number but for the bias, also of 0.5,
+    which has no leading one.
     """
     bits = ((codes & 7).to(tl.int32) << 22) | ((codes & 8).to(tl.int32) << 28)
     scale = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
@@ -542,9 +536,189 @@ def four_bit_gemm_kernel(
     tl.store(at, total.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
 
 
+# One row by 4-bit weights: a vector. Matrix units would compute 16 rows for it, and what takes time is to unpack
+# codes. So words of 8 codes are unpacked by few instructions of 32 bits, and multiplied and added in float32.
+
+LOAD_WORDS = tl.constexpr(2)
+"""Words of one load of a thread: 8 bytes, and with them 16 bytes of each of two runs of the row."""
+_LIFT = tl.constexpr(2.0**64)
+_LOWER = tl.constexpr(2.0**62)
+"""E2M1 codes are unpacked as 2^-126 of their numbers. Inputs are multiplied by the first factor, so that products are
+not below float32's normal numbers, and sums by the second. An input may be up to 2^63."""
+
+
+@triton.jit
+def mxfp4_of_words(words, BIT: tl.constexpr):
+    """2^-126 times the numbers of the E2M1 codes that begin at BIT of each word, exact in float32.
+
+    The arithmetic shift leaves the sign where float32 has it, and copies of it that the mask clears.
+    """
+    bits = (words << (28 - BIT)) >> 6
+    return (bits & -0x7E400000).to(tl.float32, bitcast=True)  # 0x81C00000, of 32 bits
+
+
+@triton.jit
+def integers_of_words(words, BIT: tl.constexpr):
+    """The codes that begin at BIT of each word, as float32."""
+    return ((words >> BIT) & 15).to(tl.float32)
+
+
+@triton.jit
+def inputs_of_quads(quads, IS_BFLOAT16: tl.constexpr):
+    """Four neighbouring inputs of 16 bits from each integer of 64 bits, in float32."""
+    first, second = quads.to(tl.int32), (quads >> 32).to(tl.int32)
+    if IS_BFLOAT16:
+        a, b = (first << 16).to(tl.float32, bitcast=True), (first & -65536).to(tl.float32, bitcast=True)
+        c, d = (second << 16).to(tl.float32, bitcast=True), (second & -65536).to(tl.float32, bitcast=True)
+    else:
+        a = first.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        b = (first >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        c = second.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        d = (second >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return a, b, c, d
+
+
+@jit
+def four_bit_vector_kernel(
+    x,  # [K / 4] int64, four inputs of 16 bits each
+    weight,  # [N, K / 8] int32, words of 8 codes
+    scales,  # [N, groups] of x's type; with MXFP4 [N, groups / 2] int16, the exponents of a run's two groups
+    zeros,  # [N, groups] uint8, or any pointer with MXFP4
+    bias,  # [N], or any pointer
+    out,  # [N]; of one split's sums [SPLITS, N] float32
+    N,
+    K,
+    num_groups,
+    IS_MXFP4: tl.constexpr,
+    IS_BFLOAT16: tl.constexpr,
+    SUBGROUPS: tl.constexpr,  # Runs of 32 inputs that share a scale
+    IS_EVEN: tl.constexpr,  # whether K is a multiple of a tile's inputs
+    HAS_BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOADS: tl.constexpr,  # Loads of LOAD_WORDS words in a column of a tile
+    SPLITS: tl.constexpr,
+):
+    """COLUMNS outputs of `weight @ x + bias`, or of one split's sums. Grid: (tiles of N, SPLITS).
+
+    A thread adds the products of its own inputs; the threads of a column are added once, at the end.
+    """
+    TILE: tl.constexpr = LOADS * LOAD_WORDS  # Words
+    first_column = tl.program_id(0).to(tl.int64) * COLUMNS
+    columns = tl.arange(0, COLUMNS)
+    # Columns past the end compute what is never stored.
+    safe_columns = tl.minimum(columns, N - 1 - tl.program_id(0) * COLUMNS)
+    words_of_row = K // 8
+    load = tl.arange(0, LOADS)
+    word = load[:, None] * LOAD_WORDS + tl.arange(0, LOAD_WORDS)[None, :]
+    # A run of 64 inputs is 8 words, and 16 integers of 4 inputs: first those of low nibbles, then those of high ones.
+    quad = word // 8 * 16 + word % 8
+    run = load // (8 // LOAD_WORDS)
+    weight += first_column * words_of_row
+    scales += first_column * (num_groups // 2 if IS_MXFP4 else num_groups)
+    zeros += first_column * num_groups
+    word_at = safe_columns[:, None, None] * words_of_row + word[None, :, :]
+    share = tl.cdiv(tl.cdiv(words_of_row, TILE), SPLITS) * TILE
+    begin = tl.program_id(1) * share
+    total = tl.zeros([COLUMNS, LOADS], tl.float32)
+    for start in range(begin, tl.minimum(begin + share, words_of_row), TILE):
+        exists = None if IS_EVEN else (start + word < words_of_row)[None, :, :]
+        has_run = None if IS_EVEN else ((start // 8 + run) * 8 < words_of_row)[None, :]
+        words = load_some(weight + start + word_at, exists)
+        low_quads = load_some(x + start * 2 + quad[None, :, :], exists)
+        high_quads = load_some(x + start * 2 + 8 + quad[None, :, :], exists)
+        if IS_MXFP4:
+            pair_at = safe_columns[:, None] * (num_groups // 2) + run[None, :]
+            exponents = load_some(scales + start // 8 + pair_at, has_run).to(tl.int32)
+        else:
+            low_at = safe_columns[:, None] * num_groups + ((start // 8 + run) * 2 // SUBGROUPS)[None, :]
+            low_scale, low_zero = load_some(scales + low_at, has_run), load_some(zeros + low_at, has_run)
+            if SUBGROUPS % 2:
+                high_at = safe_columns[:, None] * num_groups + (((start // 8 + run) * 2 + 1) // SUBGROUPS)[None, :]
+                high_scale, high_zero = load_some(scales + high_at, has_run), load_some(zeros + high_at, has_run)
+        a, b, c, d = inputs_of_quads(low_quads, IS_BFLOAT16)
+        e, f, g, h = inputs_of_quads(high_quads, IS_BFLOAT16)
+        if IS_MXFP4:
+            a, b, c, d, e, f, g, h = (
+                a * _LIFT, b * _LIFT, c * _LIFT, d * _LIFT, e * _LIFT, f * _LIFT, g * _LIFT, h * _LIFT
+            )  # fmt: skip
+            low = mxfp4_of_words(words, 0) * a + mxfp4_of_words(words, 8) * b
+            low += mxfp4_of_words(words, 16) * c + mxfp4_of_words(words, 24) * d
+            high = mxfp4_of_words(words, 4) * e + mxfp4_of_words(words, 12) * f
+            high += mxfp4_of_words(words, 20) * g + mxfp4_of_words(words, 28) * h
+            low_power = ((exponents & 0xFF) << 23).to(tl.float32, bitcast=True)
+            high_power = ((exponents & 0xFF00) << 15).to(tl.float32, bitcast=True)
+            total += tl.sum(low, 2) * _LOWER * low_power + tl.sum(high, 2) * _LOWER * high_power
+        else:
+            low = integers_of_words(words, 0) * a + integers_of_words(words, 8) * b
+            low += integers_of_words(words, 16) * c + integers_of_words(words, 24) * d
+            high = integers_of_words(words, 4) * e + integers_of_words(words, 12) * f
+            high += integers_of_words(words, 20) * g + integers_of_words(words, 28) * h
+            # The sum of (code - zero) * input, whose second half no column but for its zero point depends on.
+            low_x, high_x = tl.sum((a + b) + (c + d), 2), tl.sum((e + f) + (g + h), 2)
+            if SUBGROUPS % 2:
+                total += (tl.sum(low, 2) - low_x * low_zero.to(tl.float32)) * low_scale.to(tl.float32)
+                total += (tl.sum(high, 2) - high_x * high_zero.to(tl.float32)) * high_scale.to(tl.float32)
+            else:
+                of_codes = tl.sum(low + high, 2)
+                total += (of_codes - (low_x + high_x) * low_zero.to(tl.float32)) * low_scale.to(tl.float32)
+    sums = tl.sum(total, 1)
+    if HAS_BIAS and SPLITS == 1:
+        sums += tl.load(bias + first_column + safe_columns).to(tl.float32)
+    at = out + tl.program_id(1).to(tl.int64) * N + first_column + columns
+    tl.store(at, sums.to(out.dtype.element_ty), mask=columns < N - tl.program_id(0) * COLUMNS)
+
+
+_ENOUGH_VECTOR_PROGRAMS = 2048
+"""As `_ENOUGH_PROGRAMS`: those of a vector are of one or two waves, and short."""
+
+
+def vector_splits(outputs: int, inputs: int, launch: Mapping[str, int]) -> int:
+    """The number of sums into which a product of one row is split. `launch`: tile sizes."""
+    tiles, splits = cdiv(inputs, launch["LOADS"] * LOAD_WORDS.value * 8), 1
+    while (
+        splits < _MOST_SPLITS
+        and cdiv(outputs, launch["COLUMNS"]) * splits < _ENOUGH_VECTOR_PROGRAMS
+        and tiles >= 2 * splits
+    ):
+        splits *= 2
+    return splits
+
+
+def four_bit_vector(x: torch.Tensor, weight: FourBitWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """`weight @ x + bias` in x's type, of 16 bits, with weights that are not rounded to it. # [1, K] -> [1, N]"""
+    outputs, groups = weight.scales.shape
+    row = x[0] if x.storage_offset() % 4 == 0 and x.stride(1) == 1 else x[0].clone()
+    inputs = len(row)
+    out = x.new_empty(1, outputs)
+    launch = launch_of("four_bit_vector", x.device)
+    splits = vector_splits(outputs, inputs, launch.blocks)
+    summed = out if splits == 1 else x.new_empty(splits, 1, outputs, dtype=torch.float32)
+    four_bit_vector_kernel[(cdiv(outputs, launch.blocks["COLUMNS"]), splits)](
+        row.view(torch.int64),
+        weight.packed.view(torch.int32),
+        weight.scales.view(torch.int16) if weight.zeros is None else weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        weight.scales if bias is None else bias,
+        summed,
+        outputs,
+        inputs,
+        groups,
+        IS_MXFP4=weight.zeros is None,
+        IS_BFLOAT16=x.dtype is torch.bfloat16,
+        SUBGROUPS=inputs // groups // 32,
+        IS_EVEN=inputs % (launch.blocks["LOADS"] * LOAD_WORDS.value * 8) == 0,
+        HAS_BIAS=bias is not None,
+        SPLITS=splits,
+        **launch.keywords,
+    )
+    return out if splits == 1 else merged(summed, out, bias)
+
+
 def four_bit_linear(x: torch.Tensor, weight: FourBitWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias`, of weights rounded to x's type, summed in float32. # [M, K] -> [M, N]"""
     rows, inputs = x.shape
+    if rows == 1 and x.element_size() == 2 and not kernels.is_invariant():
+        return four_bit_vector(x, weight, bias)
     outputs, groups = weight.scales.shape
     out = x.new_empty(rows, outputs)
     launch = launch_of("four_bit_gemm", x.device, rows=next_power_of_2(rows_of_tile(rows, x.device)))

@@ -331,8 +331,8 @@ def draw_kernel(
     peak = tl.load(peaks + row)
     if not is_finite(peak):
         return
-    places = tl.arange(0, TILES)
-    of_draw = parts + draw.to(tl.int64) * tiles + places
+    lanes = tl.arange(0, TILES)
+    of_draw = parts + draw.to(tl.int64) * tiles + lanes
     is_filtered = False
     if HAS_FILTERED:
         is_filtered = tl.load(columns + _IS_FILTERED * num_draws + draw) != 0
@@ -343,7 +343,7 @@ def draw_kernel(
         max_gap = tl.load(columns + _MAX_GAP * num_draws + draw).to(tl.int32)
         buckets, held = gathered_buckets(counts, draw, BUCKETS, ROOM)
         is_all = buckets == BUCKETS - 1  # Of the tokens that weigh anything.
-        total = tl.sum(tl.load(of_draw, mask=places < tiles, other=0), 0)
+        total = tl.sum(tl.load(of_draw, mask=lanes < tiles, other=0), 0)
         found = candidates + draw.to(tl.int64) * ROOM
         held = held.to(tl.int64)
         token = _draw_from_candidates(found, held, top_k, top_p, max_gap, total, row_key, is_all, ROOM)
@@ -352,7 +352,7 @@ def draw_kernel(
             of_row = logits + row * stride
             token = draw_from_whole(of_row, peak, temperature, vocab_size, top_k, top_p, max_gap, row_key, TILE)
     else:
-        token = rated_token(tl.max(tl.load(of_draw, mask=places < tiles, other=_EXCLUDED), 0))
+        token = rated_token(tl.max(tl.load(of_draw, mask=lanes < tiles, other=_EXCLUDED), 0))
     tl.store(tokens + row, token)
 
 

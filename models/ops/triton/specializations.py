@@ -107,14 +107,14 @@ def _form(fn: Any, compile: dict[str, Any]) -> tuple[Specialization, str]:
     known = compile["configs"][0]
     arguments, constants = [], []
     for parameter in fn.jit_function.params:
-        name, place = parameter.name, (parameter.num,)
+        name, key = parameter.name, (parameter.num,)
         if parameter.is_constexpr:
-            constants.append(f"{name}={compile['constants'].get(place)}")
+            constants.append(f"{name}={compile['constants'].get(key)}")
             continue
         kind = compile["signature"][name]
         if kind == "constexpr":
-            kind = f"{compile['constants'].get(place)}"
-        for attribute, value in known.get(place, ()):
+            kind = f"{compile['constants'].get(key)}"
+        for attribute, value in known.get(key, ()):
             kind += f" {attribute.removeprefix('tt.')}={value}"
         arguments.append((name, kind))
     constants.append(f"{compile['num_warps']} warps, {compile['num_stages']} stages")

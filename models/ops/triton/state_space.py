@@ -296,7 +296,7 @@ def state_space_step_kernel(
     for index in range(past - first):
         token = first + index
         to = tl.load(after + token)
-        place = (token.to(tl.int64) * num_heads + head) * VALUE
+        offset = (token.to(tl.int64) * num_heads + head) * VALUE
         if to >= 0:
             row = x + token.to(tl.int64) * num_channels
             at_keys = row + num_heads * VALUE + head // GROUP * KEY + keys
@@ -307,9 +307,9 @@ def state_space_step_kernel(
             state = state * tl.exp(rate * step) + b[:, None] * (v * step)[None, :]
             tl.store(states + to * num_heads * (KEY * VALUE) + at, state, mask=mask)
             read = tl.sum(state * c[:, None], 0) + skip * v
-            tl.store(out + place + values, read.to(out.dtype.element_ty), mask=has_value)
+            tl.store(out + offset + values, read.to(out.dtype.element_ty), mask=has_value)
         else:
-            tl.store(out + place + values, tl.zeros([VALUES], out.dtype.element_ty), mask=has_value)
+            tl.store(out + offset + values, tl.zeros([VALUES], out.dtype.element_ty), mask=has_value)
 
 
 @triton.jit
@@ -353,12 +353,12 @@ def state_space_span_kernel(
     PARTS: tl.constexpr = KEY_TILE // PART
     head, span = tl.program_id(1), spans + tl.program_id(2) * 4
     first, count, is_new = tl.load(span), tl.load(span + 1), tl.load(span + 3)
-    places = tl.arange(0, CHUNK)
+    positions = tl.arange(0, CHUNK)
     values = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     has_value = values < VALUE
     rate, skip = -tl.exp(tl.load(a_log + head)), tl.load(d + head)
     group_keys, all_keys = num_heads * VALUE + head // GROUP * KEY, num_heads // GROUP * KEY
-    seen = places[:, None] >= places[None, :]
+    seen = positions[:, None] >= positions[None, :]
 
     at_state = states + (tl.load(slots + tl.program_id(2)) * num_heads + head) * (KEY * VALUE)
     state = tl.tuple(())
@@ -367,8 +367,8 @@ def state_space_span_kernel(
         in_state = (keys < KEY)[:, None] & has_value[None, :] & (is_new == 0)
         state += (tl.load(at_state + keys[:, None] * VALUE + values[None, :], mask=in_state, other=0.0),)
     for start in range(0, count, CHUNK):
-        tokens = (first + start + places).to(tl.int64)
-        exists = start + places < count
+        tokens = (first + start + positions).to(tl.int64)
+        exists = start + positions < count
         rows = x + tokens[:, None] * num_channels
         in_values = exists[:, None] & has_value[None, :]
         v = tl.load(rows + head * VALUE + values[None, :], mask=in_values, other=0.0).to(tl.float32)

@@ -83,7 +83,7 @@ def delta_rule_kernel(
         to = slot
         if not IS_SPAN:
             to = tl.load(after + token)
-        place = out + (token.to(tl.int64) * num_heads + head) * VALUE + values
+        out_at = out + (token.to(tl.int64) * num_heads + head) * VALUE + values
         if to >= 0:
             row = x + token.to(tl.int64) * x_stride
             q = unit_rows(row + key_head * KEY + keys, has_key, KEY**-0.5)
@@ -94,11 +94,11 @@ def delta_rule_kernel(
             state = state * tl.exp(-rate * _softplus(raw + bias))[:, None]
             held = tl.sum(state * k[:, None], 0)
             state += k[:, None] * ((v - held) * share)[None, :]
-            tl.store(place, tl.sum(state * q[:, None], 0).to(out.dtype.element_ty), mask=has_value)
+            tl.store(out_at, tl.sum(state * q[:, None], 0).to(out.dtype.element_ty), mask=has_value)
             if not IS_SPAN:
                 tl.store(states + to * num_heads * (KEY * VALUE) + at, state, mask=mask)
         else:
-            tl.store(place, tl.zeros([VALUES], out.dtype.element_ty), mask=has_value)
+            tl.store(out_at, tl.zeros([VALUES], out.dtype.element_ty), mask=has_value)
     if IS_SPAN:
         tl.store(states + slot * num_heads * (KEY * VALUE) + at, state, mask=mask)
 
@@ -185,7 +185,7 @@ def selective_scan_kernel(
         to = slot
         if not IS_SPAN:
             to = tl.load(after + token)
-        place = out + token.to(tl.int64) * num_channels + channels
+        out_at = out + token.to(tl.int64) * num_channels + channels
         if to >= 0:
             value = tl.load(x + token.to(tl.int64) * x_stride + channels, mask=exists, other=0.0).to(tl.float32)
             raw = tl.load(dt + token.to(tl.int64) * dt_stride + channels, mask=exists, other=0.0).to(tl.float32)
@@ -194,11 +194,11 @@ def selective_scan_kernel(
             query = tl.load(c + token.to(tl.int64) * c_stride + keys, mask=has_key, other=0.0).to(tl.float32)
             state = state * tl.exp(rates * step[None, :]) + under[:, None] * (step * value)[None, :]
             read = tl.sum(state * query[:, None], 0) + skip * value
-            tl.store(place, read.to(out.dtype.element_ty), mask=exists)
+            tl.store(out_at, read.to(out.dtype.element_ty), mask=exists)
             if not IS_SPAN:
                 tl.store(states + to * of_slot + at, state, mask=mask)
         else:
-            tl.store(place, tl.zeros([CHANNELS], out.dtype.element_ty), mask=exists)
+            tl.store(out_at, tl.zeros([CHANNELS], out.dtype.element_ty), mask=exists)
     if IS_SPAN:
         tl.store(states + slot * of_slot + at, state, mask=mask)
 

@@ -180,10 +180,10 @@ def _may_be(token: int, logits: npt.NDArray[np.float64], row: dict[str, Any], no
         kept = min(top_k, int((ordered >= row["min_p"]).sum()))
         if row["top_p"] < 1.0:
             kept = min(kept, 1 + int((running < row["top_p"] * running[-1]).sum()))
-    place = int(np.flatnonzero(order == token)[0])
+    rank = int(np.flatnonzero(order == token)[0])
     # Where the filters cut is as approximate.
     cuts = {max(1, kept - 1), kept, min(len(ordered), kept + 1)}
-    return any(place < cut and scores[place] >= scores[:cut].max() - _EDGE for cut in cuts)
+    return any(rank < cut and scores[rank] >= scores[:cut].max() - _EDGE for cut in cuts)
 
 
 def common_cases(device: torch.device) -> tuple[Case, ...]:
