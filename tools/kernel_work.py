@@ -156,16 +156,19 @@ def _latent_attention(one: Compilation) -> tuple[Work, ...]:
     if one.constexprs["IS_SPARSE"]:
         return ()
     blocks, heads = one.config.blocks, int(one.variant.rsplit("h", 1)[1])
-    runs = cdiv(_CONTEXT * 4, blocks["RUN"])
+    # The same rule as the kernel's: a quarter or a half of RUN where a row is short.
+    context = _CONTEXT * 4
+    run = next(blocks["RUN"] // part for part in (4, 2, 1) if part == 1 or context <= 16 * blocks["RUN"] // part)
+    runs = cdiv(context, run)
     latent = (one.constexprs["RANK"] + one.constexprs["ROPE"]) * _bytes(one.signature["vectors"])
     return tuple(
         Work(
             f"{rows} x 4k",
             programs=rows * runs * cdiv(heads, blocks["HEADS"]),
-            passes=cdiv(blocks["RUN"], blocks["KEYS"]),
-            bytes=rows * _CONTEXT * 4 * latent,
+            passes=cdiv(run, blocks["KEYS"]),
+            bytes=rows * context * latent,
             extra=rows * runs * heads * one.constexprs["RANK"] * 4 * 2,
-            operations=rows * _CONTEXT * 4 * heads * (1088 * 2),
+            operations=rows * context * heads * (1088 * 2),
         )
         for rows in (1, 64)
     )

@@ -74,6 +74,31 @@ def test_latents_that_are_multiplied_in_parts(is_sparse: bool, dtype: torch.dtyp
     torch.testing.assert_close(found, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
+def test_runs_of_a_token_are_shorter_where_it_sees_few_latents() -> None:
+    """At the lengths where the run length changes, in a step whose longest token has fewer runs than another."""
+    lengths = [256, 257, 512, 513, 1100]
+    vectors, tables = pages(lengths, 24, torch.float32)
+    q, q_rope = random(5, 2, 16), random(5, 2, 8)
+    rows, lens = ints(0, 1, 2, 3, 4), ints(*lengths)
+    found = latent_attention.latent_attention(q, q_rope, vectors, tables, rows, lens, longest=1100, scale=0.2)
+    expected = reference.reference_latent_attention(q, q_rope, vectors, tables, rows, lens, scale=0.2).value
+    torch.testing.assert_close(found, expected.to(found.dtype), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("run", [64, 512, 1024])
+def test_there_is_memory_for_the_runs_of_all_shorter_tokens(run: int) -> None:
+    def runs(length: int) -> int:
+        part = run // 4 if length <= 16 * (run // 4) else run // 2
+        long = run * max(-(-length // (run * 64)), 1)
+        return -(-length // (part if length <= 16 * (run // 2) else long))
+
+    ends = sorted({near + off for near in (run, 4 * run, 8 * run, 16 * run, 64 * run, 65 * run) for off in (-1, 0, 1)})
+    for longest in (1, *ends):
+        assert max(runs(length) for length in (1, *ends) if length <= longest) <= latent_attention.most_runs(
+            longest, run
+        )
+
+
 def test_a_token_attends_to_the_same_bits_whatever_is_beside_it() -> None:
     vectors, tables = pages([130, 40], 40, torch.float32)
     q = random(2, 4, 40).split([32, 8], -1)

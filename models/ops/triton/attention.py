@@ -394,8 +394,11 @@ def attention_decode_kernel(
     q_rows = tokens[:, None] * q_stride + heads[:, None] * q_head_stride
     q_offsets = q_rows + dims[None, :]
 
-    for item in range(tl.program_id(1), tl.load(num_items_ptr), tl.num_programs(1)):
-        packed = tl.load(items_ptr + item)
+    # The first item is loaded next to the number of them, and each later one during the one before it.
+    packed = tl.load(items_ptr + tl.program_id(1))
+    num_items = tl.load(num_items_ptr)
+    for item in range(tl.program_id(1), num_items, tl.num_programs(1)):
+        following = tl.load(items_ptr + tl.minimum(item + tl.num_programs(1), num_items - 1))
         row = packed // MAX_PIECES
         piece = packed % MAX_PIECES
         length = tl.load(seq_lens_ptr + row)
@@ -432,6 +435,7 @@ def attention_decode_kernel(
         partial_rows += tokens * (KV_HEADS * GROUP) + heads
         tl.store(partial_lse_ptr + partial_rows, lse, mask=is_query)
         tl.store(partial_ptr + partial_rows[:, None] * V_DIM + v_dims[None, :], acc / safe[:, None], mask=is_value)
+        packed = following
 
 
 def attention_decode(

@@ -411,7 +411,7 @@ CONFIGS["latent_store"] = (
 CONFIGS["vector_store"] = (Row(ALL, _latent_config(1)),)
 # A run is long enough that what is written for it is little next to what is read, and the same whatever the batch.
 CONFIGS["latent_attention"] = (
-    Row(_INTERPRETER, _latent_config(1, HEADS=16, KEYS=16, RUN=48)),
+    Row(_INTERPRETER, _latent_config(1, HEADS=16, KEYS=16, RUN=64)),
     # Tiles of float32 take twice the shared memory.
     Row(RDNA, _latent_config(8, HEADS=16, KEYS=16, RUN=1024, DEPTH=32), {"element": (4,)}),
     Row((*CDNA, "sm_90"), _latent_config(8, HEADS=16, KEYS=16, RUN=1024), {"element": (4,)}),

@@ -25,10 +25,20 @@ MAX_RUNS = tl.constexpr(64)
 """Of a token, whose runs are longer where it sees more."""
 
 
+SHORT_RUNS = tl.constexpr(16)
+"""The most runs of a token that sees few latents, which are shorter: of one token few programs would run otherwise."""
+
+
 @triton.jit
 def _run_length(length, RUN: tl.constexpr):
     """By the token's own number of latents alone."""
-    return RUN * tl.maximum(tl.cdiv(length, RUN * MAX_RUNS), 1)
+    short = tl.where(length <= SHORT_RUNS * (RUN // 4), RUN // 4, RUN // 2)
+    return tl.where(length <= SHORT_RUNS * (RUN // 2), short, RUN * tl.maximum(tl.cdiv(length, RUN * MAX_RUNS), 1))
+
+
+def most_runs(length: int, run: int) -> int:
+    """Runs that a token of at most so many latents may have: one of fewer may have more. `run`: RUN of the kernel."""
+    return min(MAX_RUNS.value, max(min(SHORT_RUNS.value, cdiv(length, run // 4)), cdiv(length, run)))
 
 
 @triton.jit
@@ -78,7 +88,7 @@ def latent_attention_kernel(
     ROPE_TILE: tl.constexpr,
     HEADS: tl.constexpr,  # Of one program
     KEYS: tl.constexpr,  # Latents at a time
-    RUN: tl.constexpr,  # Latents of one program, or a multiple where there are many
+    RUN: tl.constexpr,  # Latents of one program; a part of it where there are few, or a multiple where there are many
     IS_SPARSE: tl.constexpr,
     DEPTH: tl.constexpr = WHOLE,  # Of the latents' numbers, how many are multiplied with queries at a time
 ):
@@ -211,7 +221,7 @@ def latent_attention(
     launch = launch_of("latent_attention", q.device, **shape)
     merge = launch_of("merge_latent_runs", q.device)
     run = launch.blocks["RUN"]
-    num_runs = min(MAX_RUNS.value, cdiv(longest if selected is None else selected.shape[1], run))
+    num_runs = most_runs(longest if selected is None else selected.shape[1], run)
     out = q.new_empty(num_tokens, num_heads, rank)
     rank_tile = max(16, next_power_of_2(rank))
     rope = q_rope.shape[2]
