@@ -38,7 +38,8 @@ def _run_length(length, RUN: tl.constexpr):
 
 def most_runs(length: int, run: int) -> int:
     """Runs that a token of at most so many latents may have: one of fewer may have more. `run`: RUN of the kernel."""
-    return min(MAX_RUNS.value, max(min(SHORT_RUNS.value, cdiv(length, run // 4)), cdiv(length, run)))
+    short, most = int(SHORT_RUNS.value), int(MAX_RUNS.value)
+    return min(most, max(min(short, cdiv(length, run // 4)), cdiv(length, run)))
 
 
 @triton.jit
