@@ -1,5 +1,8 @@
 """Kernels that compute nothing, for tests of their launches' arguments and allocations."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,8 +20,19 @@ EACH_CHOICE = (
 """Every way of sampling, each of which uses other kernels."""
 
 
+_MAPPED = 2**26
+"""Bytes from which malloc maps memory of its own, which the kernel fills with zeros page by page when it is used."""
+
+
 def allocate_zeros(patch: pytest.MonkeyPatch) -> None:
-    """The outputs of kernels are zeros."""
-    patch.setattr(torch, "empty", torch.zeros)
-    patch.setattr(torch, "empty_like", torch.zeros_like)
-    patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+    """The outputs of kernels are zeros. Of caches of some GiB only the pages that are used take memory."""
+
+    def zeroed(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocated(*args: Any, **kwargs: Any) -> torch.Tensor:
+            memory = allocate(*args, **kwargs)
+            return memory if memory.nbytes >= _MAPPED else memory.zero_()
+
+        return allocated
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        patch.setattr(owner, name, zeroed(getattr(owner, name)))
