@@ -105,25 +105,31 @@ static NAME(rows_adder) *const NAME(adders)[ROWS] = {
 };
 
 /* Several blocks of rows are multiplied by a few steps of the weight while these are in the L1 cache, and each
- * prefetches a part of the next few; a single block goes through the whole panel. */
+ * prefetches a part of the next few; a single block goes through the whole panel. With a cached weight, the first block
+ * prefetches the next weight, of `side`; NULL: there is none. */
 static void NAME(add_blocks)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
-                             int64_t ahead, float *sums) {
+                             int64_t ahead, const struct side_work *side, float *sums) {
     int64_t blocks = parts(count, ROWS), at_once = blocks > 1 ? NEAR_STEPS : steps;
     for (int64_t done = 0; done < steps; done += at_once, weight += at_once * STEP) {
         int64_t some = min64(at_once, steps - done);
         struct NAME(stream) stream = {(const char *)weight + ahead, 0};
-        if (ahead) stream.lines = parts(STEP_LINES / 4, blocks * VECTORS / VECTORS_AT_ONCE(min64(count, ROWS)));
-        for (int64_t row = 0; row < count; row += ROWS)
+        int64_t passes = VECTORS / VECTORS_AT_ONCE(min64(count, ROWS)); /* of a block */
+        if (ahead) stream.lines = parts(STEP_LINES / 4, blocks * passes);
+        if (side && side->lines)
+            stream = (struct NAME(stream)){side->soon + done * side->lines * LINE, parts(side->lines, 4 * passes)};
+        for (int64_t row = 0; row < count; row += ROWS) {
             NAME(adders)[min64(ROWS, count - row) - 1](
                 staged + (row / LANES * all * TILE + done * TILE + row % LANES * DEPTH) * STAGED_BYTES(PAIRS),
                 weight, some, sums + row * PANEL, &stream);
+            if (side) stream.lines = 0;
+        }
     }
 }
 
 static void NAME(multiply)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
                            float *sums) {
     memset(sums, 0, count * PANEL * sizeof(float));
-    NAME(add_blocks)(staged, count, steps, weight, steps, ahead, sums);
+    NAME(add_blocks)(staged, count, steps, weight, steps, ahead, NULL, sums);
 }
 
 static void NAME(add_any)(const char *staged, int64_t count, int64_t all, const struct near_panels *near,
@@ -236,9 +242,8 @@ static void NAME(add)(const char *staged, int64_t count, int64_t all, const stru
 
 static void NAME(multiply_part)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
                                 int is_first, float *sums, const struct side_work *side) {
-    for (int64_t line = 0; line < steps * side->lines; line++) __builtin_prefetch(side->soon + line * LINE, 0, 2);
     if (is_first) memset(sums, 0, count * PANEL * sizeof(float));
-    NAME(add_blocks)(staged, count, all, weight, steps, 0, sums);
+    NAME(add_blocks)(staged, count, all, weight, steps, 0, side, sums);
     for (int64_t row = side->first; row < side->past; row++) side->do_row(side->what, row);
 }
 
