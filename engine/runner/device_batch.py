@@ -178,7 +178,8 @@ class DeviceBatch:
         metadata.seq_lens = (first + length).int()
         # Attention multiplies what lies at a row's padding by zero, and another sequence may have left a NaN there. So
         # padding is stored like drafts that will be rejected, and without a block for it the row's last one is read.
-        last_block = tables.gather(1, (num_blocks[:, None] - 1).clamp(min=0))
+        # A row may have more blocks than the tables have columns, since blocks of rejected drafts stay reserved.
+        last_block = tables.gather(1, (num_blocks[:, None] - 1).clamp(0, tables.shape[1] - 1))
         is_own = torch.arange(tables.shape[1], device=tables.device) < num_blocks[:, None]
         torch.where(is_own, tables, last_block, out=tables)
         has_no_block = positions >= num_blocks[:, None] * target.block_size

@@ -34,7 +34,7 @@ def convolve(
     # x [T, channels], weight [kernel, channels], bias [channels], inputs [slots, kernel - 1, channels]
     # -> [T, channels]
 
-    `supports_gated_norm`: factors of the input and of the output. # 2 x [T, channels], of equal strides
+    `gates`: factors of the input and of the output. # 2 x [T, channels], of equal strides
     """
     runtime = current()
     kernel, channels = weight.shape
