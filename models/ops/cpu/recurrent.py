@@ -16,7 +16,7 @@ _MAX_GROUP = 1 << 20
 
 def convolves(x: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor) -> bool:
     """Whether `convolve` supports these shapes and dtypes."""
-    return runs(x, weight, inputs) and len(weight) <= _MAX_KERNEL
+    return runs(x, weight, inputs) and 2 <= len(weight) <= _MAX_KERNEL
 
 
 def convolve(
