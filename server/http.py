@@ -352,7 +352,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_body = True
         if len(self.headers) > _MAX_HEADERS:
             self._stop(HeadTooLarge(f"the request has {len(self.headers)} headers; send at most {_MAX_HEADERS}"))
-        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+        if any(name == b"transfer-encoding" and value.strip().lower() != b"chunked" for name, value in self.headers):
             self._stop(BadRequest("the request has a Transfer-Encoding other than chunked; send chunked alone"))
         refused = self._connection.begin_request(is_probe=self.url.partition(b"?")[0] in self._probes)
         if refused is not None:

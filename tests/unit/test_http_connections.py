@@ -439,9 +439,10 @@ async def test_what_follows_the_last_answer_is_read_with_pauses() -> None:
 
 @run
 async def test_a_body_in_some_tiny_chunks_is_read_whole() -> None:
+    """Codings are named in any case, and spaces after one are no part of it (RFC 9110, section 5.5)."""
     async with serving() as edge:
         chunks = b"1\r\nx\r\n" * 4000
-        client = await edge.connect(b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+        client = await edge.connect(b"POST /x HTTP/1.1\r\nTransfer-Encoding: Chunked \r\n\r\n" + chunks + b"0\r\n\r\n")
         assert (await client.until(b"0\r\n\r\n")).endswith(b"4\r\n4000\r\n0\r\n\r\n")
         client.writer.write(GET)
         assert (await client.until(b"0\r\n\r\n")).endswith(b"1\r\n0\r\n0\r\n\r\n")
