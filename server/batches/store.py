@@ -107,7 +107,8 @@ def disk_errors(sentence: str) -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
+        # Errors of our own have no `strerror`, and name paths that no client should see.
+        why = (error.strerror or "the data_dir cannot be used") if isinstance(error, OSError) else str(error)
         raise DiskFull(f"{sentence}: {why}; try again later") from error
 
 

@@ -322,10 +322,15 @@ def test_nothing_is_made_before_the_first_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
-    first = BatchStore(tmp_path / "data", 10**6)
+    first, late = (BatchStore(tmp_path / "data", 10**6) for _ in range(2))
     add_file(first, b"x")
     with pytest.raises(OSError, match="which another server uses"):
         BatchStore(tmp_path / "data", 10**6)
+    with (
+        pytest.raises(DiskFull, match=r"^the file cannot be kept: the data_dir cannot be used; "),
+        disk_errors("the file cannot be kept"),
+    ):
+        add_file(late, b"x")
     first.close()
     BatchStore(tmp_path / "data", 10**6).close()
 
