@@ -44,6 +44,8 @@ class ApiKeys:
         self._tokens = tokens
         self._stamp = None if file is None else _stamp(file)
         self._filed: Mapping[str, AcceptedKey] = {} if file is None else _read_keys(file)
+        self._num_holders = self._count_holders()
+        """Number of keys with the scope `inference`."""
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self:
@@ -57,10 +59,14 @@ class ApiKeys:
 
     @property
     def has_several_holders(self) -> bool:
-        """Whether requests may come from holders of different keys, or from subjects of an identity provider."""
-        if self._tokens is not None or len(self._given) > 1 or len(self._filed) > 1:
-            return True  # Asked for each request: a union of many keys takes milliseconds.
-        return len(self._given.keys() | self._filed.keys()) > 1
+        """Whether requests of the scope `inference` may come from several keys, or from subjects of an identity
+        provider. Keys that only scrape metrics or administrate hold no connections of that scope."""
+        return self._tokens is not None or self._num_holders > 1
+
+    def _count_holders(self) -> int:
+        # Once for each reading of the file: with many keys it takes milliseconds.
+        accepted = {**self._filed, **self._given}
+        return sum("inference" in each.owner.scopes for each in accepted.values())
 
     @property
     def names(self) -> list[str]:
@@ -114,6 +120,7 @@ class ApiKeys:
         except ValueError as error:
             _log.warning("%s; the keys that were read before stay in force", error)
         else:
+            self._num_holders = self._count_holders()
             _log.info("api_key_file was read again; it holds %d keys", len(self._filed))
 
 

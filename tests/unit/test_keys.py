@@ -102,6 +102,16 @@ def test_an_expired_key_is_refused_in_words(file: Path, capsys: pytest.CaptureFi
     assert keys_of(file).owner(later) is not None
 
 
+def test_only_keys_that_may_ask_for_answers_share_connections(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    created(capsys, "alice", "--file", str(file))
+    created(capsys, "prometheus", "--file", str(file), "--scope", "metrics")
+    keys = keys_of(file)
+    assert not keys.has_several_holders
+    created(capsys, "bob", "--file", str(file))
+    keys.reload()
+    assert keys.has_several_holders
+
+
 async def test_a_running_server_takes_new_keys_and_keeps_the_old_ones_of_a_broken_file(
     file: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
