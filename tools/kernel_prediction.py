@@ -234,7 +234,7 @@ def _replay(steps: list[_Step], passes: int) -> tuple[int, int, int]:
             elif step.kind == "load":
                 queues.setdefault(step.queue, deque()).append(now + step.arrives)
     pending = [*ready.values(), *(time for queue in queues.values() for time in queue)]
-    return max([now, *pending]), max(issued, *busy.values()), loaded
+    return max([now, *pending]), max([issued, *busy.values()]), loaded
 
 
 _LOCAL_CYCLES = 100
