@@ -201,9 +201,10 @@ class OwnerMiddleware:
                 owner = await self._keyed_owner(scope, path) or owner
                 if needed is not None and needed not in owner.scopes:
                     raise _out_of_scope(path, needed, owner)
-                is_shared = needed == "inference" and owner.key is not None and self._keys.has_several_holders
-                if self._shares is not None and is_shared:
-                    self._shares.begin(owner)
+                if self._shares is not None and needed == "inference" and owner.key is not None:
+                    # What ends work is never refused, since it gives connections back.
+                    ends_work = scope["method"] == "DELETE" or path.endswith("/cancel")
+                    self._shares.begin(owner, is_bounded=self._keys.has_several_holders and not ends_work)
                     shares = self._shares
         except ApiError as refusal:
             facts_of(scope).error = str(refusal)

@@ -171,7 +171,11 @@ class Description:
         if self._forms is None:
             # One thread for all requests: those of many clients would occupy every thread of the default executor.
             self._forms = asyncio.ensure_future(asyncio.to_thread(self._create))
-        return await asyncio.shield(self._forms)
+        try:
+            return await asyncio.shield(self._forms)
+        except Exception:
+            self._forms = None  # The next request tries again.
+            raise
 
     def _create(self) -> tuple[bytes, bytes]:
         document = self._describe()

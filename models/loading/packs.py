@@ -46,11 +46,11 @@ _PREAMBLE = struct.Struct("<8sQ8s")
 _ALIGNED = 4096
 _LEAST_BYTES = 64 << 20
 """A model of fewer bytes is not cached, since it is read from its checkpoint as fast as it is mapped."""
-_WRITE_BYTES = 16 << 20
+_WRITE_BYTES = 2 << 20
 _QUIET_SECONDS = 0.005
 """Operators that have not run for this long are idle: between the decode steps of a stream they rest less."""
-_PAUSE_FACTOR = 50
-"""While steps run, the writer works for one part of the time in this many, so one step in some fifty takes longer."""
+_PAUSE_FACTOR = 12
+"""While steps run, the writer pauses for this many times as long as it has worked, a few milliseconds at a time."""
 _DIGITS = 24
 _RELEASES = 2
 """Files kept per model: of the current code version and of the one used before it."""
@@ -303,8 +303,8 @@ def _write_file(file: int, model: nn.Module, room: int) -> None:
 def _write_aligned(file: int, pieces: Iterable[memoryview], pace: "_Pace") -> None:
     """Write the pieces in order, each padded to a multiple of 4096 bytes.
 
-    Writes are 16 MiB at multiples of 16 MiB, so that the page cache can hold them in huge pages, which are then mapped
-    as huge pages.
+    Writes are 2 MiB at multiples of 2 MiB, so that the page cache can hold them in huge pages, which are then mapped as
+    huge pages.
     """
     buffer, filled, offset = memoryview(bytearray(_WRITE_BYTES)), 0, 0
     for piece in pieces:

@@ -743,10 +743,10 @@ class KeyShares:
     """Shares the connections that may be served among the holders of API keys.
 
     `Connections` bounds their number before a key is known. With this bound alone one key could hold all of them, by
-    streams or by readers of a stored response, which wait in no queue. So a key may hold at most `_SHARE_OF_FREE`
-    times as many as no key holds (a dynamic threshold: Choudhury and Hahne, IEEE/ACM Transactions on Networking,
-    1998): when several keys take as much as they can, they hold equal parts, and connections stay free. A last part is
-    for keys that hold nothing.
+    streams or by readers of a stored response, which wait in no queue. So, without a last part that is for
+    keys that hold nothing, a key may hold at most `_SHARE_OF_FREE` times as many as no key holds (a dynamic threshold:
+    Choudhury and Hahne, IEEE/ACM Transactions on Networking, 1998): when several keys take as much as they can, they
+    hold equal parts, and connections stay free.
     """
 
     def __init__(self, accounts: Accounts, metrics: Metrics) -> None:
@@ -755,17 +755,20 @@ class KeyShares:
         self._accounts = accounts
         self._metrics = metrics
 
-    def begin(self, owner: Owner) -> None:
-        """Count a request of the owner's key until `end`. Raises `Overloaded` if the key holds too many already."""
+    def begin(self, owner: Owner, *, is_bounded: bool = True) -> None:
+        """Count a request of the owner's key until `end`.
+
+        Raises `Overloaded` if the key holds too many already, unless the request is not to be bounded.
+        """
         held = self._accounts.used(owner.party, "served_requests")
         free = self.most - self._accounts.total("served_requests")
         reserved = max(self.most // _LAST_PARTS, 1)
-        if held >= _SHARE_OF_FREE * (free - reserved) and (held or free <= 0):
+        if is_bounded and held >= _SHARE_OF_FREE * (free - reserved) and (held or free <= 0):
             self._metrics.connection_closed("key")
             self._accounts.tally(owner).refused += 1
             raise Overloaded(
                 f"{held} requests of this key are served, and {self.most} of all clients may be at a time "
-                f"(max_connections), of which {free} are kept free for other keys",
+                f"(max_connections), of which {max(free, 0)} are kept free for other keys",
                 "requests",
                 _KEY_SECONDS,
             )

@@ -227,10 +227,13 @@ async def test_a_key_leaves_served_connections_only_to_other_keys(keys: list[str
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kaon") as http:
         asked = [http.get("/v1/models", headers={"Authorization": "Bearer sk-one"}) for _ in range(8)]
         answers = asyncio.gather(*asked)
+        ended = asyncio.gather(http.delete("/v1/responses/a", headers={"Authorization": "Bearer sk-one"}))
         for _ in range(100):
             await asyncio.sleep(0)
         all_begun.set()
         assert {answer.status_code for answer in await answers} == statuses
+        # What ends work is served whatever the key holds.
+        assert {answer.status_code for answer in await ended} == {200}
 
 
 @pytest.mark.parametrize("path", ServerConfig().keyless_paths)
