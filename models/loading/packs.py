@@ -303,8 +303,7 @@ def _write_file(file: int, model: nn.Module, room: int) -> None:
 def _write_aligned(file: int, pieces: Iterable[memoryview], pace: "_Pace") -> None:
     """Write the pieces in order, each padded to a multiple of 4096 bytes.
 
-    Writes are 2 MiB at multiples of 2 MiB, so that the page cache can hold them in huge pages, which are then mapped as
-    huge pages.
+    Writes are 2 MiB at multiples of 2 MiB, so that the page cache can hold them in huge pages, which are mapped so.
     """
     buffer, filled, offset = memoryview(bytearray(_WRITE_BYTES)), 0, 0
     for piece in pieces:
