@@ -7,25 +7,27 @@
        └─ decode                     to the last token; several choices have three spans each
 
 Times within the engine are those at which the engine read tokens from the device. A request that arrives gets its ids
-and the sampler's decision, nothing else. The spans of a sampled request are created when it has ended, from times that
-are recorded for every request anyway, so tracing costs nothing per token; a thread encodes and sends them in batches.
-It needs the extra `kaon[otel]`, which is imported only if a variable asks for it. See docs/deploy/tracing.md.
+and the sampler's decision, nothing else. The spans of a sampled request are encoded when it has ended, from times that
+are recorded for every request anyway, so tracing costs nothing per token; a thread sends them in batches. It needs the
+extra `kaon[otel]`, which is imported only if a variable asks for it. See docs/deploy/tracing.md.
 """
 
 import functools
 import gzip
+import math
 import os
 import random
+import struct
 import threading
 import time
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+    from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext
     from starlette.types import Scope
 
@@ -34,14 +36,22 @@ if TYPE_CHECKING:
 
 _PREFIX = "OTEL_EXPORTER_OTLP_"
 _SIGNALS = ("TRACES", "METRICS")
+_TEMPORALITY, _EXEMPLARS = f"{_PREFIX}METRICS_TEMPORALITY_PREFERENCE", "OTEL_METRICS_EXEMPLAR_FILTER"
+_INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
+_CHOICES = {
+    f"{_PREFIX}METRICS_DEFAULT_HISTOGRAM_AGGREGATION": ("explicit_bucket_histogram",),
+    _TEMPORALITY: ("cumulative", "delta", "lowmemory"),
+    _EXEMPLARS: ("trace_based", "always_on", "always_off"),
+}
+"""Values of variables for metrics; the first one is the default."""
 _MAX_CHOICES = 16
 """Most choices of a request that have their own spans."""
 _SAMPLED, _RANDOM = 1, 2
 """Flags of W3C's trace context: the trace is sampled; its id is random."""
-_LOCAL_PARENT, _REMOTE_PARENT = 0x100, 0x200
-"""OTLP's flags of a span: it is known whether its parent is remote; it is."""
 _MAX_CACHED_LENGTH = 100
-"""Longer attributes are encoded for each span; the cache of attributes is small."""
+"""Longer texts are encoded for each span; the cache of encoded attributes is small."""
+_MAX_BODY_BYTES = 8 * 2**20
+"""Longest body that is sent to a collector, before compression. Collectors refuse bodies of 20 MiB by default."""
 _COMPRESSIONS: dict[Any, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
 _CLOSE_SECONDS = 3
 _OPERATIONS = {
@@ -52,14 +62,22 @@ _OPERATIONS = {
     "/v1/embeddings": "embeddings",
 }
 """Operation names of the GenAI conventions by route. Other routes, such as reranking, have none."""
-_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_REQUEST_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-"""Bucket bounds that the GenAI conventions give."""
+_DURATION = "gen_ai.server.request.duration"
+_FIRST_TOKEN = "gen_ai.server.time_to_first_token"
+_PER_TOKEN = "gen_ai.server.time_per_output_token"
+_HISTOGRAMS = {
+    _DURATION: ("Time of a request, from its arrival to its last token.", _REQUEST_SECONDS),
+    _FIRST_TOKEN: ("Time from a request's arrival to its first token.", _FIRST_TOKEN_SECONDS),
+    _PER_TOKEN: ("Mean time a token after the first.", _TOKEN_SECONDS),
+}
+"""Descriptions of histograms, and the bounds of their buckets, which the GenAI conventions give."""
 
 
 class WrongVariable(ValueError):
-    """An OpenTelemetry variable asks for a signal or protocol that Kaon does not export. The text is for the user."""
+    """An OpenTelemetry variable asks for something that Kaon does not export. The text is for the user."""
 
 
 def requested_signals(environment: Mapping[str, str]) -> frozenset[str]:
@@ -81,7 +99,25 @@ def requested_signals(environment: Mapping[str, str]) -> frozenset[str]:
                     f"{variable} is {environment[variable]}; Kaon exports http/protobuf, to port 4318 of a collector"
                 )
         found.add(signal)
+    for variable, values in _CHOICES.items() if "METRICS" in found else ():
+        value = environment.get(variable, "")
+        if value.lower() not in ("", *values):
+            raise WrongVariable(f"{variable} is {value}; it must be {' or '.join(values)}")
+    if "METRICS" in found:
+        export_interval(environment)
     return frozenset(found)
+
+
+def export_interval(environment: Mapping[str, str]) -> float:
+    """Return the seconds between two exports of metrics. Raises `WrongVariable`."""
+    milliseconds = environment.get(_INTERVAL) or "60000"
+    try:
+        seconds = float(milliseconds) / 1000
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise WrongVariable(f"{_INTERVAL} is {milliseconds}; it must be a number of milliseconds above 0")
+    return seconds
 
 
 class Tracing:
@@ -92,7 +128,7 @@ class Tracing:
         try:
             from opentelemetry.propagators.textmap import Getter
             from opentelemetry.sdk.resources import Resource
-            from opentelemetry.trace import NonRecordingSpan, get_current_span, set_span_in_context
+            from opentelemetry.trace import get_current_span
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise ValueError(
@@ -110,25 +146,14 @@ class Tracing:
 
         self._getter = _Headers()
         self._propagator = TraceContextTextMapPropagator()
-        self._span_of, self._in_context, self._remote_span = get_current_span, set_span_in_context, NonRecordingSpan
+        self._span_of = get_current_span
         own = {"service.version": version}
         given = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         if "OTEL_SERVICE_NAME" not in os.environ and "service.name=" not in given:
             own["service.name"] = "kaon"
         resource = Resource.create(own)
         self.spans = _Spans(resource, version) if "TRACES" in signals else None
-        self._meters = _meter_provider(resource) if "METRICS" in signals else None
-        self._histograms: dict[str, Any] = {}
-        if self._meters is not None:
-            meter = self._meters.get_meter("kaon", version)
-            for name, text, bounds in (
-                ("request.duration", "Time of a request, from its arrival to its last token.", _SECONDS),
-                ("time_to_first_token", "Time from a request's arrival to its first token.", _FIRST_TOKEN_SECONDS),
-                ("time_per_output_token", "Mean time a token after the first.", _TOKEN_SECONDS),
-            ):
-                self._histograms[name] = meter.create_histogram(
-                    f"gen_ai.server.{name}", "s", text, explicit_bucket_boundaries_advisory=bounds
-                )
+        self._histograms = _Histograms(resource, version) if "METRICS" in signals else None
 
     @classmethod
     def of_environment(cls, version: str) -> "Tracing | None":
@@ -138,39 +163,35 @@ class Tracing:
 
     def begin(self, scope: "Scope", arrival_time: float) -> "RequestTrace":
         """Begin the trace of an HTTP request. `arrival_time` is a time of `time.monotonic`."""
-        remote = self._span_of(self._propagator.extract(scope, getter=self._getter)).get_span_context()
-        parent = remote if remote.is_valid else None
+        parent = None
+        if any(name == b"traceparent" for name, _ in scope["headers"]):
+            remote = self._span_of(self._propagator.extract(scope, getter=self._getter)).get_span_context()
+            parent = remote if remote.is_valid else None
         if self.spans is None:
             return RequestTrace(self, scope, arrival_time, parent, None)
         name, attributes = scope["method"], {"http.request.method": scope["method"], "url.path": scope["path"]}
         return RequestTrace(self, scope, arrival_time, parent, self.spans.begin(name, parent, attributes))
 
     def record(
-        self, states: "Sequence[RequestState]", attributes: Mapping[str, Any], context: "SpanContext | None"
+        self, states: "Sequence[RequestState]", attributes: Mapping[str, str], context: "SpanContext | None"
     ) -> None:
         """Add ended sequences to the histograms. `context` gives the trace of their exemplars."""
-        if not self._histograms:
+        if self._histograms is None:
             return
-        current = None if context is None else self._in_context(self._remote_span(context))
         for state in states:
-            values = {"request.duration": state.last_time - state.arrival_time}
+            values = {_DURATION: state.last_time - state.arrival_time}
             if state.token_ids:
-                values["time_to_first_token"] = state.ttft
+                values[_FIRST_TOKEN] = state.ttft
             if len(state.token_ids) > 1:
-                values["time_per_output_token"] = state.tpot
-            for name, value in values.items():
-                self._histograms[name].record(value, attributes, current)
+                values[_PER_TOKEN] = state.tpot
+            self._histograms.observe(values, attributes, context)
 
     def close(self) -> None:
         """Send the remaining data and stop. Data that a collector has not taken after a few seconds are lost."""
 
-        def flush(provider: "TracerProvider | MeterProvider") -> None:
-            provider.force_flush()
-            provider.shutdown()
-
         # The SDK's retries end at no time limit of these calls; a daemon's thread does not delay the process's end.
-        providers = [each for each in (None if self.spans is None else self.spans.provider, self._meters) if each]
-        threads = [threading.Thread(target=flush, args=(provider,), daemon=True) for provider in providers]
+        exporters = [each for each in (self.spans, self._histograms) if each is not None]
+        threads = [threading.Thread(target=each.close, daemon=True) for each in exporters]
         end = time.monotonic() + _CLOSE_SECONDS
         for thread in threads:
             thread.start()
@@ -181,7 +202,7 @@ class Tracing:
 class RequestTrace:
     """The trace of one HTTP request, from its head to the end of its answer."""
 
-    __slots__ = ("_arrival_time", "_parent", "_sampled", "_scope", "_tracing", "context", "spans")
+    __slots__ = ("_arrival_time", "_common", "_parent", "_sampled", "_scope", "_tracing", "context", "spans")
 
     def __init__(
         self,
@@ -198,8 +219,10 @@ class RequestTrace:
         self._parent = parent
         self._sampled = context is not None and bool(context.trace_flags & _SAMPLED)
         self.context = context
-        self.spans: list[_Span] = []
-        """The spans that have ended, if the trace is sampled. The request's own is the last one."""
+        self._common = b""
+        """The encoded fields that all spans have."""
+        self.spans: list[bytes] = []
+        """The encoded spans that have ended, if the trace is sampled. The request's own is the last one."""
 
     @property
     def trace_id(self) -> str | None:
@@ -239,14 +262,13 @@ class RequestTrace:
             choice = {"kaon.choice": index} if several else {}
             for phase, start, end in _phases_of(state, submitted):
                 events = [each for each in state.interruptions if start <= each[1] <= end]
-                self.spans.append(_Span(phase, _new_id(), id, start, end, choice, events))
+                self._add(_Span(phase, _new_id(), id, start, end, choice, events))
         first = states[0]
-        # The histograms' exemplars refer to `common`.
         attributes = {
             **common,
             "gen_ai.usage.input_tokens": first.num_prompt_tokens,
             "gen_ai.usage.output_tokens": sum(len(state.token_ids) for state in states),
-            "gen_ai.response.finish_reasons": [state.finish_reason or "abort" for state in states],
+            "gen_ai.response.finish_reasons": tuple(state.finish_reason or "abort" for state in states),
             "gen_ai.request.max_tokens": params.max_tokens,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
@@ -256,7 +278,7 @@ class RequestTrace:
             attributes["gen_ai.request.choice.count"] = len(states)
         end = max(first.arrival_time, *(state.last_time for state in states))
         name = f"{operation or 'pool'} {name}"
-        self.spans.append(_Span(name, id, self.context.span_id, first.arrival_time, end, attributes))
+        self._add(_Span(name, id, self.context.span_id, first.arrival_time, end, attributes))
 
     def end(self, status: int) -> None:
         """End the trace. `status` is the HTTP status of the answer; 499 if the client disconnected before its end."""
@@ -279,8 +301,16 @@ class RequestTrace:
             attributes["error.type"] = str(status)
         parent = 0 if self._parent is None else self._parent.span_id
         start, end, id = self._arrival_time, time.monotonic(), self.context.span_id
-        self.spans.append(_Span(name, id, parent, start, end, attributes, server=True, failed=failed))
+        self._add(_Span(name, id, parent, start, end, attributes, server=True, failed=failed))
         exporter.add(self)
+
+    def _add(self, span: "_Span") -> None:
+        if not self._common:
+            assert self.context is not None
+            self._common = _field(1, self.context.trace_id.to_bytes(16))
+            if self.context.trace_state:
+                self._common += _field(3, self.context.trace_state.to_header().encode())
+        self.spans.append(_encoded(span, self._common))
 
 
 def _phases_of(state: "RequestState", submitted: float) -> Iterator[tuple[str, float, float]]:
@@ -314,19 +344,96 @@ def _new_id() -> int:
     return random.getrandbits(64) or 1
 
 
+_EPOCH = time.time_ns() - time.monotonic_ns()
+"""Nanoseconds from 1970 to 0 of `time.monotonic`."""
+_TIMES = struct.Struct("<cQcQ")
+_TIME = struct.Struct("<cQ")
+_DOUBLE = struct.Struct("<cd")
+_INTERNAL, _SERVER = b"\x30\x01", b"\x30\x02"
+"""Fields of a span: its kind (6)."""
+_LOCAL_PARENT, _REMOTE_PARENT = b"\x85\x01\x00\x01\x00\x00", b"\x85\x01\x00\x03\x00\x00"
+"""Its flags (16): it is known whether its parent is remote (0x100), and it is (0x200)."""
+_FAILED = b"\x7a\x02\x18\x02"
+"""Its status (15): an error."""
+
+
+def _varint(value: int) -> bytes:
+    """Encode an integer as protobuf does; a negative one as its 64-bit complement."""
+    if 0 <= value < 0x80:
+        return bytes((value,))
+    value &= 2**64 - 1
+    groups = bytearray()
+    while value >= 0x80:
+        groups.append(value & 0x7F | 0x80)
+        value >>= 7
+    groups.append(value)
+    return bytes(groups)
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """Encode a field of protobuf (1 to 15) whose value is a text, bytes or a message."""
+    return bytes((number << 3 | 2,)) + _varint(len(content)) + content
+
+
+def _utf8(text: str) -> bytes:
+    """Encode a text; surrogates, which UTF-8 does not have, become question marks."""
+    return text.encode(errors="replace")
+
+
+@functools.lru_cache(1024, typed=True)
+def _attribute(key: str, value: str | int | float | tuple[str, ...]) -> bytes:
+    """Encode an attribute of a span (field 9, `KeyValue`)."""
+    if isinstance(value, str):
+        encoded = _field(1, _utf8(value))
+    elif isinstance(value, int):
+        encoded = b"\x18" + _varint(value)
+    elif isinstance(value, float):
+        encoded = _DOUBLE.pack(b"\x21", value)
+    else:
+        encoded = _field(5, b"".join(_field(1, _field(1, _utf8(each))) for each in value))
+    return _field(9, _field(1, key.encode()) + _field(2, encoded))
+
+
+@functools.lru_cache(256)
+def _text(number: int, text: str) -> bytes:
+    """Encode a text field of a span."""
+    return _field(number, _utf8(text))
+
+
+def _encoded(span: _Span, trace: bytes) -> bytes:
+    """Encode a span as an item of OTLP's `ScopeSpans` (field 2). `trace` is the fields that all spans of it have."""
+    remote = span.server and span.parent != 0
+    parts = [
+        trace,
+        b"\x12\x08",
+        span.id.to_bytes(8),
+        _text(5, span.name),
+        _SERVER if span.server else _INTERNAL,
+        _TIMES.pack(b"\x39", _EPOCH + int(span.start * 1e9), b"\x41", _EPOCH + int(span.end * 1e9)),
+        _REMOTE_PARENT if remote else _LOCAL_PARENT,
+    ]
+    if span.parent:
+        parts += (b"\x22\x08", span.parent.to_bytes(8))
+    for key, value in span.attributes.items():
+        is_long = isinstance(value, str) and len(value) > _MAX_CACHED_LENGTH
+        parts.append(_attribute.__wrapped__(key, value) if is_long else _attribute(key, value))
+    for event, moment in span.events:
+        parts.append(_field(11, _TIME.pack(b"\x09", _EPOCH + int(moment * 1e9)) + _text(2, event)))
+    if span.failed:
+        parts.append(_FAILED)
+    return _field(2, b"".join(parts))
+
+
 class _Spans:
     """The SDK's sampler, its queue and its connection to a collector, with an encoding of our own.
 
-    A span of the SDK is open while a request runs, and takes locks, copies and checks for each attribute; its encoding
-    computes a hash of the resource for each span. Both cost several times as much (docs/decisions/operations.md).
+    A span of the SDK is open while a request runs, and takes locks, copies and checks for each attribute. Those, and
+    its encoding, cost several times as much (docs/decisions/operations.md).
     """
 
     def __init__(self, resource: "Resource", version: str) -> None:
         from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-        from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
-        from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
         from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
         from opentelemetry.sdk.trace.sampling import Decision
@@ -340,59 +447,12 @@ class _Spans:
         )
         from requests import PreparedRequest, Request, Session
 
-        epoch = time.time_ns() - time.monotonic_ns()
         scope = InstrumentationScope("kaon", version)
-        identity = SpanContext(1, 1, False)
-        empty = encode_spans([ReadableSpan("", identity, resource=resource, instrumentation_scope=scope)])
-        del empty.resource_spans[0].scope_spans[0].spans[:]
-        error = Status(code=Status.STATUS_CODE_ERROR)
-
-        def nanoseconds(monotonic: float) -> int:
-            return epoch + int(monotonic * 1e9)
-
-        @functools.lru_cache(1024)
-        def text(key: str, value: str) -> KeyValue:
-            return KeyValue(key=key, value=AnyValue(string_value=value))
-
-        def attribute(key: str, value: Any) -> KeyValue:
-            if isinstance(value, str):
-                return text(key, value) if len(value) < _MAX_CACHED_LENGTH else text.__wrapped__(key, value)
-            if isinstance(value, int):
-                return KeyValue(key=key, value=AnyValue(int_value=value))
-            if isinstance(value, float):
-                return KeyValue(key=key, value=AnyValue(double_value=value))
-            values = ArrayValue(values=[AnyValue(string_value=each) for each in value])
-            return KeyValue(key=key, value=AnyValue(array_value=values))
-
-        def encode(traces: "Sequence[RequestTrace]") -> bytes:
-            request = ExportTraceServiceRequest()
-            request.CopyFrom(empty)
-            spans = request.resource_spans[0].scope_spans[0].spans
-            for trace in traces:
-                assert trace.context is not None
-                trace_id, state = trace.context.trace_id.to_bytes(16), trace.context.trace_state.to_header()
-                for span in trace.spans:
-                    spans.append(
-                        Span(
-                            trace_id=trace_id,
-                            span_id=span.id.to_bytes(8),
-                            trace_state=state,
-                            parent_span_id=span.parent.to_bytes(8) if span.parent else b"",
-                            name=span.name,
-                            kind=Span.SPAN_KIND_SERVER if span.server else Span.SPAN_KIND_INTERNAL,
-                            start_time_unix_nano=nanoseconds(span.start),
-                            end_time_unix_nano=nanoseconds(span.end),
-                            attributes=[attribute(*each) for each in span.attributes.items()],
-                            events=[
-                                Span.Event(name=event, time_unix_nano=nanoseconds(moment))
-                                for event, moment in span.events
-                            ],
-                            status=error if span.failed else None,
-                            flags=_LOCAL_PARENT | (_REMOTE_PARENT if span.server and span.parent else 0),
-                        )
-                    )
-            body: bytes = request.SerializeToString()
-            return body
+        empty = ReadableSpan("", SpanContext(1, 1, False), resource=resource, instrumentation_scope=scope)
+        (resource_spans,) = encode_spans([empty]).resource_spans
+        (scope_spans,) = resource_spans.scope_spans
+        del scope_spans.spans[:], resource_spans.scope_spans[:]
+        encoded_resource, encoded_scope = resource_spans.SerializeToString(), scope_spans.SerializeToString()
 
         class Connection(Session):
             """Sends `payload`, compressed as the SDK's exporter says, in place of that exporter's own encoding."""
@@ -405,11 +465,15 @@ class _Spans:
                 return super().prepare_request(request)
 
         class Exporter(SpanExporter):
-            """Encodes the traces of a batch. The SDK's exporter sends them, with its settings and retries."""
+            """Joins the traces of a batch. The SDK's exporter sends them, with its settings and retries."""
 
             def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-                connection.payload = encode(cast("Sequence[RequestTrace]", spans))
-                return exporter.export(())
+                result = SpanExportResult.SUCCESS
+                for body in _joined(cast("Sequence[RequestTrace]", spans)):
+                    connection.payload = _field(1, encoded_resource + _field(2, encoded_scope + body))
+                    if exporter.export(()) is not SpanExportResult.SUCCESS:
+                        result = SpanExportResult.FAILURE
+                return result
 
             def shutdown(self) -> None:
                 exporter.shutdown()  # type: ignore[no-untyped-call]
@@ -417,10 +481,9 @@ class _Spans:
         connection = Connection()
         exporter = OTLPSpanExporter(session=connection)
         self._queue = BatchSpanProcessor(Exporter())
-        self.provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self.provider.add_span_processor(self._queue)
-        self._sampler, self._taken, self._kind = self.provider.sampler, Decision.RECORD_AND_SAMPLE, SpanKind.SERVER
-        self._new_trace_id = self.provider.id_generator.generate_trace_id
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._sampler, self._taken, self._kind = provider.sampler, Decision.RECORD_AND_SAMPLE, SpanKind.SERVER
+        self._new_trace_id = provider.id_generator.generate_trace_id
         self._identity, self._flags = SpanContext, TraceFlags
         self._in_context, self._remote_span = set_span_in_context, NonRecordingSpan
 
@@ -440,11 +503,137 @@ class _Spans:
         """Add a sampled trace that has ended to the next batch."""
         self._queue.on_end(cast("ReadableSpan", trace))
 
+    def close(self) -> None:
+        """Send the remaining traces and stop."""
+        self._queue.shutdown()  # type: ignore[no-untyped-call]
 
-def _meter_provider(resource: "Resource") -> "MeterProvider":
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-    reader = PeriodicExportingMetricReader(OTLPMetricExporter())
-    return MeterProvider([reader], resource=resource, shutdown_on_exit=False)
+def _joined(traces: Sequence[RequestTrace]) -> Iterator[bytes]:
+    """Join encoded traces to bodies of at most `_MAX_BODY_BYTES` or of one trace."""
+    batch = bytearray()
+    for trace in traces:
+        spans = b"".join(trace.spans)
+        if batch and len(batch) + len(spans) > _MAX_BODY_BYTES:
+            yield bytes(batch)
+            batch.clear()
+        batch += spans
+    yield bytes(batch)
+
+
+class _Observed:
+    """A histogram's observations with equal attributes."""
+
+    __slots__ = ("attributes", "bounds", "counts", "exemplars", "largest", "smallest", "start", "sum")
+
+    def __init__(self, attributes: Mapping[str, str], bounds: Sequence[float], start: int) -> None:
+        self.attributes, self.bounds, self.start = attributes, bounds, start
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum, self.smallest, self.largest = 0.0, math.inf, -math.inf
+        self.exemplars: dict[int, tuple[float, int, SpanContext | None]] = {}
+        """The latest observation of each bucket since the last export, with its time and trace."""
+
+
+class _Histograms:
+    """The histograms of the GenAI conventions. The SDK's exporter sends them.
+
+    An observation in a histogram of the SDK takes about ten times as long (docs/decisions/operations.md).
+    """
+
+    def __init__(self, resource: "Resource", version: str) -> None:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics import Exemplar
+        from opentelemetry.sdk.metrics.export import (
+            AggregationTemporality,
+            Histogram,
+            HistogramDataPoint,
+            Metric,
+            MetricsData,
+            ResourceMetrics,
+            ScopeMetrics,
+        )
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        is_delta = os.environ.get(_TEMPORALITY, "").lower() in ("delta", "lowmemory")
+        temporality = AggregationTemporality.DELTA if is_delta else AggregationTemporality.CUMULATIVE
+        scope = InstrumentationScope("kaon", version)
+
+        def point(observed: _Observed) -> HistogramDataPoint:
+            exemplars = [
+                Exemplar({}, value, moment, *((None, None) if trace is None else (trace.span_id, trace.trace_id)))
+                for value, moment, trace in observed.exemplars.values()
+            ]
+            observed.exemplars.clear()
+            return HistogramDataPoint(
+                observed.attributes,
+                observed.start,
+                time.time_ns(),
+                sum(observed.counts),
+                observed.sum,
+                list(observed.counts),
+                observed.bounds,
+                observed.smallest,
+                observed.largest,
+                exemplars,
+            )
+
+        def take() -> MetricsData | None:
+            """Return all histograms, or None if there are no observations."""
+            metrics = []
+            with self._lock:
+                for name, (text, _) in _HISTOGRAMS.items():
+                    points = [point(each) for (of, *_), each in self._observed.items() if of == name]
+                    if points:
+                        metrics.append(Metric(name, text, "s", Histogram(points, temporality)))
+                if temporality is AggregationTemporality.DELTA:
+                    self._observed.clear()
+                    self._start = time.time_ns()
+            if not metrics:
+                return None
+            scopes = [ScopeMetrics(scope, metrics, "")]
+            return MetricsData([ResourceMetrics(resource, scopes, resource.schema_url)])
+
+        def export() -> None:
+            """Export all histograms at each interval, and a last time when they are closed."""
+            closed = False
+            while not closed:
+                closed = self._closed.wait(interval)
+                if (data := take()) is not None:
+                    exporter.export(data)
+            exporter.shutdown()
+
+        self._lock = threading.Lock()
+        self._observed: dict[tuple[str, str, str | None], _Observed] = {}
+        self._start = time.time_ns()
+        self._exemplars = os.environ.get(_EXEMPLARS, "").lower() or "trace_based"
+        self._closed = threading.Event()
+        interval = export_interval(os.environ)
+        exporter = OTLPMetricExporter()
+        self._thread = threading.Thread(target=export, name="otlp-metrics", daemon=True)
+        self._thread.start()
+
+    def observe(
+        self, values: Mapping[str, float], attributes: Mapping[str, str], context: "SpanContext | None"
+    ) -> None:
+        """Add an observation to each of the named histograms. `context` is the trace for their exemplars."""
+        model, operation = attributes["gen_ai.request.model"], attributes.get("gen_ai.operation.name")
+        sampled = context is not None and bool(context.trace_flags & _SAMPLED)
+        is_exemplar = self._exemplars == "always_on" or (sampled and self._exemplars == "trace_based")
+        now = time.time_ns()
+        with self._lock:
+            for name, value in values.items():
+                key = name, model, operation
+                observed = self._observed.get(key)
+                if observed is None:
+                    observed = self._observed[key] = _Observed(attributes, _HISTOGRAMS[name][1], self._start)
+                bucket = bisect_left(observed.bounds, value)
+                observed.counts[bucket] += 1
+                observed.sum += value
+                observed.smallest = min(observed.smallest, value)
+                observed.largest = max(observed.largest, value)
+                if is_exemplar:
+                    observed.exemplars[bucket] = value, now, context
+
+    def close(self) -> None:
+        """Send the histograms a last time and stop."""
+        self._closed.set()
+        self._thread.join()

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from server.tracing import RequestTrace, Tracing
+from server.tracing import RequestTrace, Tracing, WrongVariable, requested_signals
 from tests.e2e.otlp_receiver import OtlpReceiver, attributes, otlp_receiver
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 ROUTE = "/v1/completions"
+FIRST_TOKEN = "gen_ai.server.time_to_first_token"
 PARAMS: Any = SimpleNamespace(max_tokens=8, temperature=1.0, top_p=0.9)
 
 
@@ -123,6 +124,111 @@ def test_a_trace_without_a_parent_begins_with_random_ids(receiver: OtlpReceiver)
     assert len({trace.trace_id for trace in traces}) == 2
     assert {span.parent_span_id for span in receiver.spans} == {b""}
     assert {attributes(span)["url.path"] for span in receiver.spans} == {"/" + "long" * 1000}
+
+
+def test_texts_and_numbers_of_every_length_are_received_as_they_are(receiver: OtlpReceiver) -> None:
+    tracing, now, path = Tracing({"TRACES"}, "1"), time.monotonic(), "/\ud800é" + "a" * 20_000
+    trace = begin(tracing, now, path=path)
+    changes: list[dict[str, Any]] = [{"num_prompt_tokens": 2**33, "num_cached_tokens": 300}, {"finish_reason": None}]
+    trace.generated([state(now, **each) for each in changes], PARAMS, "modèle" * 30, now)
+    trace.end(200)
+    tracing.close()
+    generation, http = receiver.spans[-2:]
+    assert attributes(http)["url.path"] == path.replace("\ud800", "?")
+    assert generation.name == f"text_completion {'modèle' * 30}"
+    assert (
+        attributes(generation).items()
+        >= {
+            "gen_ai.usage.input_tokens": 2**33,
+            "kaon.usage.cached_tokens": 300,
+            "gen_ai.response.finish_reasons": ["length", "abort"],
+        }.items()
+    )
+    assert [attributes(span)["kaon.choice"] for span in receiver.spans[:-2]] == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_batch_that_a_collector_would_refuse_is_sent_in_parts(
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.tracing._MAX_BODY_BYTES", 5000)
+    tracing, now = Tracing({"TRACES"}, "1"), time.monotonic()
+    paths = [f"/{number}" + "long" * 500 for number in range(5)] + ["/" + "long" * 2000]
+    for path in paths:
+        begin(tracing, now, path=path).end(404)
+    tracing.close()
+    assert [attributes(span)["url.path"] for span in receiver.spans] == paths
+    assert len(receiver.resources) == 4
+
+
+def observed(receiver: OtlpReceiver, values: list[tuple[float, str | None]], times: int = 1) -> list[Any]:
+    """The exported points of the time to the first token after each of `times` exports of these values."""
+    tracing = Tracing({"METRICS"}, "1")
+    for _ in range(times):
+        for ttft, flags in values:
+            now = time.monotonic()
+            begin(tracing, now, flags=flags).generated([state(now, ttft=ttft)], PARAMS, "m", now)
+        exported = len(receiver.histograms.get(FIRST_TOKEN, ()))
+        while times > 1 and len(receiver.histograms.get(FIRST_TOKEN, ())) == exported:
+            time.sleep(0.01)
+    tracing.close()
+    return [points for (points,) in receiver.histograms[FIRST_TOKEN]]
+
+
+def test_histograms_count_requests_and_point_to_their_traces(receiver: OtlpReceiver) -> None:
+    (point,) = observed(receiver, [(0.1, None), (0.1001, "01"), (0.2, "01"), (0.02, "00"), (99.0, None)])
+    counts = dict(zip([*point.explicit_bounds, None], point.bucket_counts, strict=True))
+    assert {bound: count for bound, count in counts.items() if count} == {0.02: 1, 0.1: 1, 0.25: 2, None: 1}
+    assert (point.count, point.sum, point.min, point.max) == (5, pytest.approx(99.4201), 0.02, 99.0)
+    (exemplar,) = point.exemplars
+    assert (exemplar.as_double, exemplar.trace_id.hex(), exemplar.span_id.hex()) == (0.2, TRACE, PARENT)
+    assert attributes(point) == {
+        "gen_ai.provider.name": "kaon",
+        "gen_ai.request.model": "m",
+        "gen_ai.response.model": "m",
+        "gen_ai.operation.name": "text_completion",
+    }
+
+
+@pytest.mark.parametrize(("temporality", "counts"), [("cumulative", {1, 2}), ("delta", {1})])
+def test_counts_are_cumulative_or_since_the_last_export(
+    temporality: str, counts: set[int], receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", temporality)
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
+    points = observed(receiver, [(0.1, None)], times=2)
+    assert {point.count for point in points} == counts
+    starts = [point.start_time_unix_nano for point in points]
+    assert (starts[0] < starts[-1]) == (temporality == "delta")
+
+
+@pytest.mark.parametrize(
+    ("filter", "exemplars"), [("trace_based", [0.2]), ("always_on", [0.1, 0.2]), ("always_off", [])]
+)
+def test_the_filter_chooses_exemplars(
+    filter: str, exemplars: list[float], receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_METRICS_EXEMPLAR_FILTER", filter)
+    (point,) = observed(receiver, [(0.1, None), (0.2, "01")])
+    assert [each.as_double for each in point.exemplars] == exemplars
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "base2_exponential_bucket_histogram"),
+        ("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "total"),
+        ("OTEL_METRICS_EXEMPLAR_FILTER", "some"),
+        ("OTEL_METRIC_EXPORT_INTERVAL", "1m"),
+        ("OTEL_METRIC_EXPORT_INTERVAL", "0"),
+        ("OTEL_METRIC_EXPORT_INTERVAL", "inf"),
+    ],
+)
+def test_a_variable_of_metrics_that_cannot_be_followed_is_refused(variable: str, value: str) -> None:
+    metrics = {"OTEL_METRICS_EXPORTER": "otlp"}
+    assert requested_signals(metrics) == {"METRICS"}
+    with pytest.raises(WrongVariable, match=rf"{variable} is {value}; it must be "):
+        requested_signals({**metrics, variable: value})
+    assert requested_signals({"OTEL_TRACES_EXPORTER": "otlp", variable: value}) == {"TRACES"}
 
 
 @pytest.mark.parametrize(("sampler", "flags"), [("parentbased_always_on", "00"), ("always_off", "01")])
