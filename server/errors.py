@@ -132,6 +132,16 @@ class BodyTooLarge(BadRequest):
     code = "request_too_large"
 
 
+class RangeNotSatisfiable(BadRequest):
+    """The range is not within the content: 416."""
+
+    status = 416
+
+    def __init__(self, message: str, headers: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.headers = {"Content-Range": headers["content-range"]}
+
+
 class RouteError(BadRequest):
     """The path does not exist, or does not take the method."""
 

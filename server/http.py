@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade
 from sse_starlette.sse import AppStatus
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -343,7 +343,9 @@ class HttpProtocol(HttpToolsProtocol):
                     return
             self._has_begun = True
             cycle.message_event.set()
-            await self._application(scope, receive, send)
+            await self._application(
+                scope, receive, _unchunked(cycle, send) if scope["http_version"] == "1.0" else send
+            )
 
     # -- what the parser reports --------------------------------------------------------------------------------
 
@@ -352,8 +354,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_body = True
         if len(self.headers) > _MAX_HEADERS:
             self._stop(HeadTooLarge(f"the request has {len(self.headers)} headers; send at most {_MAX_HEADERS}"))
-        if any(name == b"transfer-encoding" and value.strip().lower() != b"chunked" for name, value in self.headers):
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if any(coding != b"chunked" for coding in codings):
             self._stop(BadRequest("the request has a Transfer-Encoding other than chunked; send chunked alone"))
+        if codings and self.parser.get_http_version() == "1.0":
+            # A proxy of HTTP/1.0 would not know where the body ends (RFC 9112, section 6.1).
+            self._stop(BadRequest("the request is HTTP/1.0 with a Transfer-Encoding; send it as HTTP/1.1"))
         refused = self._connection.begin_request(is_probe=self.url.partition(b"?")[0] in self._probes)
         if refused is not None:
             self._stop(refused)
@@ -418,6 +424,23 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_discarding = True
         self._connection.discard()
         self._choose_reading()
+
+
+def _unchunked(cycle: RequestResponseCycle, send: Send) -> Send:
+    """Wrap `send` of `cycle` for a client of HTTP/1.0, which knows no chunks: its answer ends with the connection."""
+    has_length = True
+
+    async def send_unchunked(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not has_length:
+                cycle.chunked_encoding = cycle.keep_alive = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_unchunked
 
 
 def serve(
@@ -490,7 +513,7 @@ class _Server(uvicorn.Server):
         config, shared = self._models.config.server_config, self._models.shared
         limits = ConnectionLimits.of(config, num_free_descriptors(), self._models.max_request_bytes)
         connections = Connections(limits, shared.accounts, shared.metrics)
-        shared.key_shares.most = limits.serving
+        shared.key_shares.share(connections)
         reserved = [each for each in all_endpoints() if each.is_probe or each.scope in ("admin", "metrics")]
         probes = {f"{prefix}{each.path}".encode() for each in reserved for prefix in ("", config.root_path)}
 

@@ -23,7 +23,7 @@ from server.access_log import (
     usable_request_id,
 )
 from server.error_answers import as_response, speaks_anthropic
-from server.errors import ApiError, Forbidden, InvalidApiKey
+from server.errors import ApiError, Forbidden, InvalidApiKey, NotReady
 from server.ignored import HEADER as IGNORED_HEADER
 from server.ignored import IgnoredLog, collect, header_value
 from server.limits.connections import KeyShares
@@ -221,14 +221,15 @@ class OwnerMiddleware:
                 shares.end(owner)
 
     async def _keyed_owner(self, scope: Scope, path: str) -> Owner | None:
-        """Return the owner of the request's key; None if it has no key and needs none. Raises `InvalidApiKey`."""
+        """Return the owner of the request's key; None if it has no key and needs none. Raises `InvalidApiKey`
+        and `NotReady`."""
         keys = _sent_keys(scope)
-        refusal = _refusal(keys)
+        refusal: ApiError = _refusal(keys)
         for key in keys:
             try:
                 if (owner := await self._keys.authenticate(key)) is not None:
                     return owner
-            except InvalidApiKey as error:
+            except (InvalidApiKey, NotReady) as error:
                 refusal = error
         if path in self._keyless_paths:
             return None

@@ -9,7 +9,9 @@ server was computing are still pending, and are computed again. The output has e
 written from the rows. All methods block, and are thread-safe.
 """
 
+import errno
 import fcntl
+import logging
 import os
 import secrets
 import sqlite3
@@ -35,6 +37,8 @@ from server.schemas.batches import (
     FileObject,
     RequestCounts,
 )
+
+_log = logging.getLogger(__name__)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -95,21 +99,36 @@ class NoRoom(ApiError):
 
 
 class DiskFull(ApiError):
-    """The files or the database cannot be written: 507."""
+    """The disk has no room for the files or the database: 507."""
 
     status = 507
     code = "insufficient_storage"
 
 
+class StoreUnusable(ApiError):
+    """The files or the database cannot be used for another reason, which the log has: 500."""
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_DATABASE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_TOOBIG)
+
+
 @contextmanager
 def disk_errors(sentence: str) -> Iterator[None]:
-    """Raise `DiskFull`, which begins with `sentence`, if the disk refuses a write in this context."""
+    """Raise `DiskFull` if a write in this context finds no room, and `StoreUnusable` if the disk or the database
+    refuses it for another reason. The error begins with `sentence`, and the log has its cause."""
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
-        # Errors of our own have no `strerror`, and name paths that no client should see.
-        why = (error.strerror or "the data_dir cannot be used") if isinstance(error, OSError) else str(error)
-        raise DiskFull(f"{sentence}: {why}; try again later") from error
+        _log.error("%s: %s (data_dir)", sentence, error)
+        if isinstance(error, OSError):
+            # Errors of our own have no `strerror`, and name paths that no client should see.
+            why, is_full = error.strerror or "the data_dir cannot be used", error.errno in _FULL
+        else:
+            why, is_full = str(error), getattr(error, "sqlite_errorcode", None) in _FULL_DATABASE
+        if is_full:
+            raise DiskFull(f"{sentence}: {why}; try again later") from error
+        raise StoreUnusable(f"{sentence}: {why}; the operator of this server finds the cause in its log") from error
 
 
 class Line(NamedTuple):
@@ -197,6 +216,23 @@ class BatchStore:
         self, file: IO[bytes], owner: str, filename: str, purpose: str = "batch", seconds: int | None = None
     ) -> FileObject:
         """Store a written `new_file` for `seconds`, or until it is deleted. Raises `NoRoom`."""
+        with self._adding(file, owner, filename, purpose, seconds) as (_, added):
+            return added
+
+    def add_batch_of(
+        self, file: IO[bytes], filename: str, owner: str, party: str, endpoint: str, seconds: int, kind: BatchKind
+    ) -> BatchObject:
+        """Store a new batch with a written `new_file` as its input: both, or neither. Raises `NoRoom`."""
+        with self._adding(file, owner, filename, "batch", None) as (database, input):
+            batch = new_batch(input.id, endpoint, seconds, kind=kind)
+            self._insert_batch(database, batch, owner, party, None)
+        return batch
+
+    @contextmanager
+    def _adding(
+        self, file: IO[bytes], owner: str, filename: str, purpose: str, seconds: int | None
+    ) -> Iterator[tuple[sqlite3.Connection, FileObject]]:
+        """Store a written `new_file` in a transaction, which ends with the context. Raises `NoRoom`."""
         file.flush()
         os.fsync(file.fileno())
         size, now = os.fstat(file.fileno()).st_size, int(time.time())
@@ -209,17 +245,23 @@ class BatchStore:
             purpose="batch" if purpose == "batch" else "batch_output",
             expires_at=None if seconds is None else now + seconds,
         )
-        with self._transaction() as database:
-            # Output files of batches are never refused, since their work is done.
-            if purpose == "batch":
-                self._check_room(owner, 0, 0, size)
-            database.execute(
-                "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (added.id, owner, now, added.expires_at, size, filename, added.purpose),
-            )
-            # The last step: if an earlier one fails, `new_file` deletes the file.
-            Path(file.name).rename(self._files / added.id)
-        return added
+        path: Path | None = None
+        try:
+            with self._transaction() as database:
+                # Output files of batches are never refused, since their work is done.
+                if purpose == "batch":
+                    self._check_room(owner, 0, 0, size)
+                database.execute(
+                    "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (added.id, owner, now, added.expires_at, size, filename, added.purpose),
+                )
+                yield database, added
+                # The last step before the commit: if an earlier one fails, `new_file` deletes the file.
+                path = Path(file.name).rename(self._files / added.id)
+        except BaseException:
+            if path is not None:
+                path.unlink(missing_ok=True)
+            raise
 
     @contextmanager
     def upload(self, owner: str) -> Iterator[Callable[[int], None]]:
@@ -327,31 +369,36 @@ class BatchStore:
 
     def add_batch(self, batch: BatchObject, owner: str, party: str, output_seconds: int | None) -> None:
         """Store a new batch. Raises `NoRoom`."""
+        with self._transaction() as database:
+            self._insert_batch(database, batch, owner, party, output_seconds)
+
+    def _insert_batch(
+        self, database: sqlite3.Connection, batch: BatchObject, owner: str, party: str, output_seconds: int | None
+    ) -> None:
         marks = ", ".join("?" * len(BATCH_ENDED))
         unfinished = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status NOT IN ({marks})"
-        with self._transaction() as database:
-            [count] = database.execute(unfinished, (owner, *BATCH_ENDED)).fetchone()
-            if count >= MAX_UNFINISHED:
-                raise NoRoom(
-                    f"{count} batches of this key have not ended, the most that a key may have; "
-                    "wait for one, or cancel one"
-                )
-            # Answers are never refused, however long they are. Instead, the owner's next batch is.
-            [used] = database.execute(_USED_BYTES, (owner,)).fetchone()
-            if used > self._max_bytes_per_owner:
-                raise NoRoom(
-                    f"the files of this key have {used} bytes, more than the {self._max_bytes_per_owner} that this "
-                    "server keeps for one (max_file_bytes_per_key); delete files that are not needed"
-                )
-            database.execute(
-                "DELETE FROM batches WHERE rowid IN (SELECT rowid FROM batches "
-                f"WHERE owner = ? AND status IN ({marks}) ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                (owner, *BATCH_ENDED, MAX_ENDED - 1),
+        [count] = database.execute(unfinished, (owner, *BATCH_ENDED)).fetchone()
+        if count >= MAX_UNFINISHED:
+            raise NoRoom(
+                f"{count} batches of this key have not ended, the most that a key may have; "
+                "wait for one, or cancel one"
             )
-            database.execute(
-                "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (batch.id, owner, party, batch.status, batch.created_at, output_seconds, _encoded(batch)),
+        # Answers are never refused, however long they are. Instead, the owner's next batch is.
+        [used] = database.execute(_USED_BYTES, (owner,)).fetchone()
+        if used > self._max_bytes_per_owner:
+            raise NoRoom(
+                f"the files of this key have {used} bytes, more than the {self._max_bytes_per_owner} that this "
+                "server keeps for one (max_file_bytes_per_key); delete files that are not needed"
             )
+        database.execute(
+            "DELETE FROM batches WHERE rowid IN (SELECT rowid FROM batches "
+            f"WHERE owner = ? AND status IN ({marks}) ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+            (owner, *BATCH_ENDED, MAX_ENDED - 1),
+        )
+        database.execute(
+            "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (batch.id, owner, party, batch.status, batch.created_at, output_seconds, _encoded(batch)),
+        )
 
     def batch(self, id: str, owner: str) -> BatchObject:
         """Return a batch. Raises `BatchNotFound`, also for a batch of another owner."""

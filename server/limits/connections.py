@@ -632,8 +632,9 @@ class Connections:
                 connection.check(now)
         if self._num_closed > self._num_reported and now >= self._report_at:
             _log.warning(
-                "%d connections were refused or closed for lack of room, or because their clients were too slow "
-                "(kaon_connections_closed_total counts them by reason); %d are open",
+                "%d connections or requests were refused or closed: for lack of room, because a key holds its share, "
+                "or because their clients were too slow (kaon_connections_closed_total counts them by reason); "
+                "%d are open",
                 self._num_closed - self._num_reported,
                 len(self._open),
             )
@@ -753,7 +754,12 @@ class KeyShares:
         self.most = math.inf
         """Most connections that may be served at a time."""
         self._accounts = accounts
-        self._metrics = metrics
+        self._note_refused: Callable[[str], object] = metrics.connection_closed
+
+    def share(self, connections: Connections) -> None:
+        """Share those that `connections` serves, whose log counts refused requests too."""
+        self.most = connections.limits.serving
+        self._note_refused = connections.note_closed
 
     def begin(self, owner: Owner, *, is_bounded: bool = True) -> None:
         """Count a request of the owner's key until `end`.
@@ -764,7 +770,7 @@ class KeyShares:
         free = self.most - self._accounts.total("served_requests")
         reserved = max(self.most // _LAST_PARTS, 1)
         if is_bounded and held >= _SHARE_OF_FREE * (free - reserved) and (held or free <= 0):
-            self._metrics.connection_closed("key")
+            self._note_refused("key")
             self._accounts.tally(owner).refused += 1
             raise Overloaded(
                 f"{held} requests of this key are served, and {self.most} of all clients may be at a time "

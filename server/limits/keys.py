@@ -98,14 +98,17 @@ class ApiKeys:
         return None if accepted.has_expired else accepted.owner
 
     async def authenticate(self, key: bytes) -> Owner | None:
-        """Return the owner of an API key or of a token; None if it is neither. Raises `InvalidApiKey`."""
+        """Return the owner of an API key or of a token; None if it is neither. Raises `InvalidApiKey` and
+        `NotReady`."""
         owner = self.owner(key)
         if owner is None and self._tokens is not None and key.count(b".") == 2:
             return await self._tokens.owner(key)
         return owner
 
     async def watch(self) -> None:
-        """Read the file again whenever it changes, until cancelled."""
+        """Fetch the keys of tokens, then read the file again whenever it changes, until cancelled."""
+        if self._tokens is not None:
+            await self._tokens.prepare()
         while self._file is not None:
             await asyncio.sleep(_RELOAD_SECONDS)
             self.reload()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from engine.config.config import ServerConfig
 from engine.config.paths import read_small_file, why_unreadable
-from server.errors import InvalidApiKey
+from server.errors import InvalidApiKey, NotReady
 from server.limits.owners import ALL_SCOPES, Owner, Scope
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ _MIN_PAUSE, _MAX_PAUSE = 10.0, 300.0
 """Seconds between two fetches, doubled by each failure: tokens with unknown key ids must not cause constant
 fetches."""
 
+_MAX_WAITING = 4
+"""Most requests that wait for a fetch. Anybody can send a token with an unknown key id, and each waiting request holds
+a connection of those that may be served."""
+
 
 class KeySource:
     """The issuer's public keys (JWKS, RFC 7517), by their ids, from a URL or a file."""
@@ -62,6 +66,7 @@ class KeySource:
         self._next_fetch = 0.0
         self._pause = _MIN_PAUSE
         self._fetching: asyncio.Task[None] | None = None
+        self._num_waiting = 0
         if file is not None:
             try:
                 self._keys = _public_keys(read_small_file(file).encode())
@@ -71,7 +76,7 @@ class KeySource:
 
     async def key(self, id: str | None) -> "PyJWK | None":
         """Return the key with this id; without an id, the only key. Fetches the keys if they are old or lack this
-        one."""
+        one. Raises `NotReady` if many requests wait for a fetch already."""
         known = self._find(id)
         if self._url is not None:
             is_old = self._fetched_at is None or self._clock() - self._fetched_at > _FRESH_SECONDS
@@ -79,9 +84,20 @@ class KeySource:
                 fetching = self._fetch_unless_too_soon()
                 # Meanwhile an old key is used: the issuer's server may be slow, or down.
                 if known is None and fetching is not None:
-                    await asyncio.shield(fetching)
+                    if self._num_waiting >= _MAX_WAITING:
+                        raise NotReady("the keys of tokens are being fetched from their issuer; try again in a moment")
+                    self._num_waiting += 1
+                    try:
+                        await asyncio.shield(fetching)
+                    finally:
+                        self._num_waiting -= 1
                     known = self._find(id)
         return known
+
+    async def prepare(self) -> None:
+        """Fetch the keys if they have a URL, so that the first tokens need not wait."""
+        if self._url is not None and (fetching := self._fetch_unless_too_soon()) is not None:
+            await asyncio.shield(fetching)
 
     def _find(self, id: str | None) -> "PyJWK | None":
         if id is None and len(self._keys) == 1:
@@ -186,8 +202,13 @@ class TokenVerifier:
         file = None if config.jwt_jwks_file is None else Path(config.jwt_jwks_file)
         return cls(config.jwt_issuer, config.jwt_audience, KeySource(config.jwt_jwks_url, file))
 
+    async def prepare(self) -> None:
+        """Fetch the issuer's keys. A failure is logged, and the first token tries again."""
+        await self._keys.prepare()
+
     async def owner(self, token: bytes) -> Owner:
-        """Verify a token and return its subject as the owner. Raises `InvalidApiKey`."""
+        """Verify a token and return its subject as the owner. Raises `InvalidApiKey`, and `NotReady` while keys are
+        fetched."""
         import jwt
 
         if len(token) > _MAX_TOKEN_BYTES:

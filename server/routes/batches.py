@@ -8,11 +8,12 @@ from fastapi import Request, Response
 from fastapi.responses import FileResponse
 from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.types import Message, Receive, Scope, Send
 
 from server.batches.runner import BatchRunner
 from server.batches.store import Batch, Page, disk_errors, new_batch
 from server.endpoints import ENDPOINTS, ORDER, EndpointFamily, is_newest_first, query_integer, query_parameter
-from server.errors import BadRequest, BodyTooLarge, UnsupportedMediaType
+from server.errors import BadRequest, BodyTooLarge, RangeNotSatisfiable, UnsupportedMediaType
 from server.frontend import owner_of
 from server.models import Models
 from server.request_builder import read_request
@@ -167,7 +168,25 @@ async def retrieve_file(http: Request, file_id: str) -> Response:
 async def file_content(http: Request, file_id: str) -> Response:
     """Return the content of a file."""
     path = await asyncio.to_thread(runner_of(http).store.path, file_id, owner_of(http.scope).key or "")
-    return FileResponse(path, media_type="application/octet-stream")
+    return _Content(path, media_type="application/octet-stream")
+
+
+class _Content(FileResponse):
+    """The content of a file, or a range of it. A bad range is answered with an error object; the framework's response
+    answers it in plain text."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_unless_refused(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                range = Headers(scope=scope).get("range", "")[:60]
+                if message["status"] != RangeNotSatisfiable.status:
+                    raise BadRequest(f"the header Range is {range!r}; send bytes=FIRST-LAST, or leave it out")
+                raise RangeNotSatisfiable(
+                    f"the header Range is {range!r}, which is not within the file", Headers(raw=message["headers"])
+                )
+            await send(message)
+
+        await super().__call__(scope, receive, send_unless_refused)
 
 
 @endpoints.delete("/v1/files/{file_id}", DeletedFile)

@@ -1,7 +1,6 @@
 """`/v1/messages/batches`: Anthropic's batches, which are stored and run like those of `/v1/batches`."""
 
 import asyncio
-import sqlite3
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -12,7 +11,7 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
-from server.batches.store import Batch, BatchStore, FileNotFound, NoRoom, Page, disk_errors, new_batch
+from server.batches.store import Batch, BatchStore, FileNotFound, Page, disk_errors
 from server.endpoints import ENDPOINTS, EndpointFamily, query_integer, query_parameter
 from server.errors import AnthropicError, BadRequest
 from server.frontend import owner_of
@@ -71,13 +70,7 @@ def _add(store: BatchStore, request: MessageBatchRequest, owner: str, party: str
         for each in request.requests:
             line = {"custom_id": each.custom_id, "method": "POST", "url": _ENDPOINT, "body": each.params}
             file.write(msgspec.json.encode(line) + b"\n")
-        input = store.add_file(file, owner, "message_batch.jsonl")
-    batch = new_batch(input.id, _ENDPOINT, DAY, kind="msgbatch")
-    try:
-        store.add_batch(batch, owner, party, None)
-    except (NoRoom, sqlite3.OperationalError):
-        store.delete_file(input.id, owner)
-        raise
+        batch = store.add_batch_of(file, "message_batch.jsonl", owner, party, _ENDPOINT, DAY, "msgbatch")
     batch.request_counts.total = len(request.requests)
     return batch
 

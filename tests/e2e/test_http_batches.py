@@ -68,6 +68,31 @@ def test_a_batch_answers_as_the_endpoint_does(server: KaonServer) -> None:
         assert batch.id in [each.id for each in client.batches.list(limit=5)]
 
 
+@pytest.mark.parametrize(
+    ("range", "status", "said"),
+    [
+        ("bytes=2-3", 206, "23"),
+        ("bytes=10-", 416, "which is not within the file"),
+        ("bytes=-0", 416, "which is not within the file"),
+        ("lines=1-2", 400, "send bytes=FIRST-LAST, or leave it out"),
+        ("bytes=3-1", 400, "send bytes=FIRST-LAST, or leave it out"),
+        ("bytes", 400, "send bytes=FIRST-LAST, or leave it out"),
+    ],
+)
+def test_a_bad_range_of_a_file_is_an_error_object(server: KaonServer, range: str, status: int, said: str) -> None:
+    with server.client() as client:
+        file = client.files.create(file=b"0123456789", purpose="batch")
+        with server.http() as http:
+            answer = http.get(f"/v1/files/{file.id}/content", headers={"Range": range})
+        assert answer.status_code == status
+        if status == 206:
+            assert answer.text == said
+        else:
+            assert said in answer.json()["error"]["message"]
+            assert answer.headers.get("content-range") == ("bytes */10" if status == 416 else None)
+        client.files.delete(file.id)
+
+
 def test_a_wrong_input_fails_with_its_lines(server: KaonServer) -> None:
     with server.client() as client:
         wrong = {**chat(2), "custom_id": "line-1"}

@@ -1,5 +1,6 @@
 """Batches on disk: what the input may be, what survives a server that is killed, and whose is what."""
 
+import errno
 import json
 import os
 import sqlite3
@@ -19,6 +20,7 @@ from server.batches.store import (
     DiskFull,
     FileNotFound,
     NoRoom,
+    StoreUnusable,
     disk_errors,
     new_batch,
     output_line,
@@ -327,7 +329,7 @@ def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="which another server uses"):
         BatchStore(tmp_path / "data", 10**6)
     with (
-        pytest.raises(DiskFull, match=r"^the file cannot be kept: the data_dir cannot be used; "),
+        pytest.raises(StoreUnusable, match=r"^the file cannot be kept: the data_dir cannot be used; "),
         disk_errors("the file cannot be kept"),
     ):
         add_file(late, b"x")
@@ -373,6 +375,49 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     store._database.execute("PRAGMA max_page_count = 100000")
     store.record(batch.object.id, 0, answer, succeeded=True)
     assert store.batch(batch.object.id, "me").request_counts.completed == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "action"),
+    [("batches", "SELECT RAISE(FAIL, 'refused')"), ("files", "INSERT INTO late VALUES ('no file')")],
+    ids=["statement", "commit"],
+)
+def test_a_batch_that_cannot_be_stored_leaves_no_input(tmp_path: Path, table: str, action: str) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    add_file(store, b"x")
+    assert store._database is not None
+    # The commit checks a deferred foreign key, and fails as it does when the disk is full.
+    store._database.execute("PRAGMA foreign_keys = ON")
+    store._database.execute("CREATE TABLE late (id TEXT REFERENCES files (id) DEFERRABLE INITIALLY DEFERRED)")
+    store._database.execute(f"CREATE TRIGGER refuses BEFORE INSERT ON {table} BEGIN {action}; END")
+    with store.new_file() as file:
+        file.write(THREE)
+        with pytest.raises(sqlite3.IntegrityError):
+            store.add_batch_of(file, "in.jsonl", "me", "me", CHAT, 60, "msgbatch")
+    assert len(store.files("me", None, None, 10, newest_first=False).data) == 1
+    assert len(list(store._files.iterdir())) == 1
+    assert store.unfinished() == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/data/secret"), "Permission denied"),
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
+        (sqlite3.OperationalError("database is locked"), "database is locked"),
+    ],
+)
+def test_a_disk_that_refuses_for_another_reason_is_no_full_one_and_logged(
+    cause: Exception, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        pytest.raises(StoreUnusable, match=f"^the file cannot be kept: {said}; the operator") as raised,
+        disk_errors("the file cannot be kept"),
+    ):
+        raise cause
+    assert raised.value.status == 500
+    assert "secret" not in str(raised.value)
+    assert f"the file cannot be kept: {cause} (data_dir)" in caplog.text
 
 
 def test_a_closed_store_neither_opens_again_nor_seems_empty(tmp_path: Path) -> None:

@@ -328,6 +328,20 @@ def test_next_to_a_key_that_takes_all_it_can_others_get_connections() -> None:
     assert takes(shares, Owner.of_key("light"))
 
 
+def test_requests_beyond_a_keys_share_are_in_the_log_like_connections_that_are_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics, now = Metrics("test"), [100.0]
+    connections = Connections(ConnectionLimits(connections=8, per_address=8), Accounts(), metrics, lambda: now[0])
+    shares = KeyShares(Accounts(), metrics)
+    shares.share(connections)
+    heavy = Owner.of_key("heavy")
+    assert sum(takes(shares, heavy) for _ in range(8)) < 6
+    connections.sweep()
+    assert "connections or requests were refused" in caplog.text
+    assert b'kaon_connections_closed_total{reason="key"}' in metrics.render()
+
+
 @pytest.mark.parametrize("most", [16, 48, 5000])
 def test_keys_that_take_all_they_can_hold_equal_parts_and_leave_some(most: int) -> None:
     accounts = Accounts()

@@ -483,6 +483,21 @@ async def test_a_transfer_coding_that_the_server_does_not_decode_is_refused() ->
 
 
 @run
+async def test_http_1_0_has_no_chunks_in_either_direction() -> None:
+    """A proxy of HTTP/1.0 would take the bytes of a chunked body for the next request, or answer."""
+    chunked = b"POST /x HTTP/1.0\r\nConnection: keep-alive\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n"
+    async with serving() as edge:
+        client = await edge.connect(chunked + GET)
+        assert (await client.all()).count(b"HTTP/1.1 400") == 1
+        assert edge.application.num_requests == 0
+        client = await edge.connect(b"GET /stream HTTP/1.0\r\n\r\n")
+        head, _, body = (await client.all()).partition(b"\r\n\r\n")
+        assert body == b"partpart0"
+        assert b"chunked" not in head
+        assert b"connection: close" in head
+
+
+@run
 async def test_an_answer_before_the_body_leaves_the_connection_usable() -> None:
     async with serving() as edge:
         client = await edge.connect(b"POST /unread HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"x" * 99_999)

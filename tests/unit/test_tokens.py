@@ -1,5 +1,6 @@
 """JSON Web Tokens in place of keys: accepted ones, refused forgeries, and the fetching of the issuer's keys."""
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -22,7 +23,8 @@ from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config, ServerConfig
 from server.app import create_app
-from server.errors import InvalidApiKey
+from server.errors import InvalidApiKey, NotReady
+from server.limits import tokens
 from server.limits.keys import ApiKeys
 from server.limits.owners import Owner
 from server.limits.tokens import KeySource, TokenVerifier
@@ -305,6 +307,34 @@ async def test_while_the_issuer_fails_known_keys_stay_and_it_is_asked_ever_less_
         fetches += len(caplog.records) > warned
     assert 5 <= fetches <= 9
     assert "the 2 known ones stay" in caplog.text
+
+
+async def test_few_requests_wait_for_an_issuer_that_stalls_and_none_with_a_known_key(
+    key_server: KeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody can send an unknown key id. Each request that waits holds one of the connections that are served."""
+    source = Source(key_server)
+    await source.verifier.prepare()
+    assert key_server.asked == 1
+    answering = asyncio.Event()
+
+    async def stall(url: str) -> bytes:
+        await answering.wait()
+        return json.dumps({"keys": [*KEYS["keys"], public(OTHER_KEY, "new")]}).encode()
+
+    monkeypatch.setattr(tokens, "_download", stall)
+    source.now += 11
+    guesses = [asyncio.create_task(source.is_accepted(token(OTHER_KEY, id=f"guess{each}"))) for each in range(200)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert sum(not each.done() for each in guesses) == 4
+    assert await source.is_accepted(token())
+    with pytest.raises(NotReady):
+        await source.verifier.owner(token(OTHER_KEY, id="new"))
+    answering.set()
+    await asyncio.wait(guesses)
+    assert sum(isinstance(each.exception(), NotReady) for each in guesses) == 196
+    assert await source.is_accepted(token(OTHER_KEY, id="new"))
 
 
 async def test_a_server_takes_tokens_over_http_and_answers_by_their_scopes(file: Path) -> None:
