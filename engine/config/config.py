@@ -588,6 +588,10 @@ class KVEventsConfig(Section):
     kv_events_topic: str = ""
     """Topic of the events; llm-d expects `kv@POD@MODEL`."""
 
+    kv_events_format: Literal["array", "map"] = "array"
+    """Form of an event: an array of its fields, which routers decode in every release, or a map by their names, which
+    vLLM publishes since June 2026 and its own classes decode."""
+
     @model_validator(mode="after")
     def _replay_needs_events(self) -> Self:
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:

@@ -7,6 +7,7 @@ The wire format is that of vLLM's KV events, which llm-d and others read. A PUB 
 
     event: ["BlockStored", hashes, parent hash, token ids, block size, adapter id, medium, adapter name]
            ["BlockRemoved", hashes, medium]   ["AllBlocksCleared"]
+    or a map of its tag, as `type`, and its fields by name, as vLLM publishes since June 2026
 
 and a ROUTER socket replays them: a request with a sequence number is answered with all stored messages from that
 number, each as its number and payload, followed by the number -1. Numbers begin at 0 in each core. Its first message
@@ -22,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import msgspec
 import zmq
@@ -70,10 +72,18 @@ class _AllBlocksCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared",
     pass
 
 
+_Event: TypeAlias = _BlockStored | _BlockRemoved | _AllBlocksCleared
+
+
 class _Batch(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared]
+    events: Sequence[_Event | dict[str, Any]]
     data_parallel_rank: int
+
+
+def _as_map(event: _Event) -> dict[str, Any]:
+    """Return an event as a map of its tag and its fields by name."""
+    return {"type": event.__struct_config__.tag, **msgspec.structs.asdict(event)}
 
 
 class KVEventPublisher:
@@ -83,6 +93,7 @@ class KVEventPublisher:
         """Open the sockets. Raises `ValueError` for an address that cannot be used."""
         assert config.kv_events_endpoint is not None
         self._topic = config.kv_events_topic.encode()
+        self._as_maps = config.kv_events_format == "map"
         self._replica = replica
         self._block_size = block_size
         self._encoder = msgspec.msgpack.Encoder()
@@ -106,7 +117,8 @@ class KVEventPublisher:
         events = self._events(changes, adapters)
         if self._next == 0:
             events.insert(0, _AllBlocksCleared())
-        payload = self._encoder.encode(_Batch(time.time(), events, self._replica))
+        encoded = [_as_map(event) for event in events] if self._as_maps else events
+        payload = self._encoder.encode(_Batch(time.time(), encoded, self._replica))
         number = self._next.to_bytes(8, "big")
         self._next += 1
         with self._held_lock:
@@ -118,11 +130,9 @@ class KVEventPublisher:
         self._pub.close()
         self._context.term()
 
-    def _events(
-        self, changes: Sequence[Change], adapters: Mapping[int, str]
-    ) -> list[_BlockStored | _BlockRemoved | _AllBlocksCleared]:
+    def _events(self, changes: Sequence[Change], adapters: Mapping[int, str]) -> list[_Event]:
         """Convert changes to events. Consecutive blocks of one chain, and consecutive removals, become one event."""
-        events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared] = []
+        events: list[_Event] = []
         for change in changes:
             last = events[-1] if events else None
             if not isinstance(change, StoredBlock):

@@ -230,6 +230,50 @@ def test_an_event_is_what_vllm_s_subscribers_decode(
     ]
 
 
+class BlockStored(msgspec.Struct, tag=True):
+    """vLLM's event since June 2026: without a default for the first seven fields."""
+
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    group_idx: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True):
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+def test_events_in_the_form_of_maps_are_what_vllm_s_own_classes_decode(
+    open_publisher: Callable[..., tuple[KVEventPublisher, int]], context: "zmq.Context[zmq.Socket[bytes]]"
+) -> None:
+    publisher, port = open_publisher(kv_events_format="map")
+    socket = subscribe(context, port, publisher)
+    publisher.publish([StoredBlock(2**64 - 1, 1, [5, 6, 7, 8], 2), 7, 8], {2: "second"})
+    batches = [msgspec.msgpack.decode(socket.recv_multipart()[2], type=Batch)]
+    while len(batches[-1].events) < 2 or batches[-1].events[0] == AllBlocksCleared():
+        batches.append(msgspec.msgpack.decode(socket.recv_multipart()[2], type=Batch))
+    assert batches[-1].events == [
+        BlockStored([2**64 - 1], 1, [5, 6, 7, 8], 4, 2, "GPU", "second"),
+        BlockRemoved([7, 8], "GPU"),
+    ]
+
+
 def test_a_subscriber_that_missed_messages_gets_them_again(
     open_publisher: Callable[..., tuple[KVEventPublisher, int]], context: "zmq.Context[zmq.Socket[bytes]]"
 ) -> None:
