@@ -4,6 +4,9 @@ VENV   := .venv
 PYTHON ?=
 ARGS   ?=
 
+# Tests start hundreds of processes, each of which would compile Kaon's modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install serve chat test compiled-tests test-long test-paths chaos soak fuzz conformance locks pins lint lint-style lint-types lint-docs format docs kernels bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model demo-head clean
