@@ -87,7 +87,7 @@ if [ -z "${KAON_UNLOCKED:-}" ]; then
     if [ -n "${KAON_TORCH_LOCK:-}" ] && [ ! -f "$present_torch" ]; then
         set -- "$@" -r "$KAON_TORCH_LOCK"
     fi
-    pip_install --require-hashes --no-deps "$@" || {
+    pip_install --quiet --require-hashes --no-deps "$@" || {
         say "pip could not install what deploy/locks names, as it says above; where an index of your own serves other" \
             "files, KAON_UNLOCKED=1 make takes versions that pyproject.toml admits, without checking hashes"
         exit 1

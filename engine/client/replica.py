@@ -536,7 +536,7 @@ class Replica:
         if again:
             others = len(self.live) - resumed
             name = self.supervisor.name
-            logger.warning("%s serves again; %d requests continue, %d others begin", name, resumed, others)
+            logger.warning("%s serves again; requests that continue: %d, that begin: %d", name, resumed, others)
         self._events.on_ready(self, again, resumed)
         if self._log_level is not None:
             self.supervisor.send([SetLogLevel(self._log_level)])

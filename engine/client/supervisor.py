@@ -611,7 +611,7 @@ class Supervisor:
         if self._start_at is None:
             self._end(Failed(failure.error + self._restarts.why_not, failure.usage))
             return
-        logger.error("%s; another is started for %d live requests", failure.error, len(self._keeper.live))
+        logger.error("%s; another is started; live requests: %d", failure.error, len(self._keeper.live))
         if self._loop is not None:
             self._loop.call_at(self._loop.time() + self._start_at - time.monotonic(), self._start_again)
 

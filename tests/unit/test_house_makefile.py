@@ -98,7 +98,7 @@ def clone(tmp_path: Path) -> Clone:
 def pip_install(extras: str = "", *locks: str) -> list[str]:
     """Locked packages are installed by hash and without their dependencies, and then the rest, which is torch."""
     files = " ".join(f"-r deploy/locks/{name}.txt" for name in ("kaon", *locks))
-    locked = f"{PIP} --require-hashes --no-deps {files}"
+    locked = f"{PIP} --quiet --require-hashes --no-deps {files}"
     return [locked, f"{PIP_INSTALL} --no-build-isolation -e .{extras}"]
 
 
