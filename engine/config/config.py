@@ -1,6 +1,8 @@
 """`Config` and its sections: every setting, typed, checked and frozen.
 
 The command line, `KAON_*` variables, YAML files and docs/configuration.md derive from the fields and their docstrings.
+Sections are flat outside Python (`--port`, `KAON_PORT`, `port:`), so a field's name is unique across all sections;
+`engine.config.settings` checks this when it builds the command line.
 """
 
 import re
@@ -12,6 +14,18 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from models.architectures.registry import DRAFTERS
 from models.quantization.config import METHODS, ROUNDINGS
+
+__all__ = [
+    "CLUSTER_KEY_ENV",
+    "EMBEDDED_MODEL_NAME",
+    "CompilationConfig",
+    "Config",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "Section",
+    "ServerConfig",
+    "SpeculativeConfig",
+]
 
 
 class Section(BaseModel):
@@ -451,20 +465,7 @@ class ServerConfig(Section):
         return self
 
 
-# All settings. Sections are flat outside Python (`--port`, `KAON_PORT`, `port:`), so that leaf names are unique across
-# sections; `engine.config.settings` checks this when it builds the command line.
-
-__all__ = [
-    "CLUSTER_KEY_ENV",
-    "EMBEDDED_MODEL_NAME",
-    "CompilationConfig",
-    "Config",
-    "ParallelConfig",
-    "PrecisionConfig",
-    "Section",
-    "ServerConfig",
-    "SpeculativeConfig",
-]
+# The model and its computation.
 
 EMBEDDED_MODEL_NAME = "kaon-demo"
 

@@ -198,16 +198,10 @@ class ModelDrafter:
         `is_greedy`: whether every row takes its argmax. All ranks return the same drafts.
         """
         slots, firsts, computed, is_sampled = self._computed(inputs)
-        if self._sampled:
-            for slot in slots.tolist():
-                self._sampled.pop(slot, None)
+        self._forget_sampled(slots)
         self._begin(slots, firsts, starting)
         self._end_idle_steps()
-        ends = np.where(is_sampled, computed + (1 - self._token_offset), computed)
-        capacity = self._input_batch.capacity(slots)
-        room = np.minimum(capacity - ends + 1, self._input_batch.max_model_len - computed - 1)
-        num_drafts = np.where(is_sampled, np.clip(wanted, 0, np.maximum(room, 0)), 0)
-        ends = np.minimum(ends, capacity)
+        num_drafts, ends = self._drafts_with_room(slots, computed, is_sampled, wanted)
         done = self._num_done[slots]
         # Entries of accepted drafts stay valid, since their tokens are the same; the last token is never a draft.
         done = np.minimum(done + self._num_guessed[slots], np.maximum(done, computed))
@@ -396,8 +390,7 @@ class ModelDrafter:
         at = ends[:, None] + np.arange(drafts.shape[1])
         exists = at <= self._input_batch.max_model_len
         self._input_batch.write_drafts(np.broadcast_to(slots[:, None], at.shape)[exists], at[exists], drafts[exists])
-        for slot in slots.tolist():
-            self._sampled.pop(slot, None)
+        self._forget_sampled(slots)
         is_valid = (drafts == token_ids).cumprod(1)
         for depth, choice in enumerate(made.choices):
             if choice.probabilities is not None:
@@ -460,9 +453,7 @@ class ModelDrafter:
         if inputs.has_drafts:
             return False
         slots = inputs.slots
-        if self._sampled:
-            for slot in slots.tolist():
-                self._sampled.pop(slot, None)
+        self._forget_sampled(slots)
         self._begin(slots, inputs.seq_lens - inputs.query_lens, starting)
         if not self.reads_hidden:
             return True
@@ -536,6 +527,25 @@ class ModelDrafter:
         is_sampled[inputs.sampled_rows] = True
         computed = np.where(is_sampled, self._input_batch.num_read(slots) - 1, inputs.seq_lens)
         return slots, inputs.seq_lens - inputs.query_lens, computed, is_sampled
+
+    def _drafts_with_room(
+        self, slots: _Ints, computed: _Ints, is_sampled: npt.NDArray[np.bool_], wanted: _Ints
+    ) -> tuple[_Ints, _Ints]:
+        """For each row: the number of drafts, limited by its blocks and context length, and the end of its entries.
+
+        # 4 x [B] -> 2 x [B]
+        """
+        ends = np.where(is_sampled, computed + (1 - self._token_offset), computed)
+        capacity = self._input_batch.capacity(slots)
+        room = np.minimum(capacity - ends + 1, self._input_batch.max_model_len - computed - 1)
+        num_drafts = np.where(is_sampled, np.clip(wanted, 0, np.maximum(room, 0)), 0)
+        return num_drafts, np.minimum(ends, capacity)
+
+    def _forget_sampled(self, slots: _Ints) -> None:
+        """Drop the drafts that slots sampled at random: the step has verified them."""
+        if self._sampled:
+            for slot in slots.tolist():
+                self._sampled.pop(slot, None)
 
     def _first_pass(
         self, entries: _Pass, hidden: torch.Tensor | None, inputs: StepInputs, firsts: _Ints, rows: _Ints

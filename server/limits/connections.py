@@ -9,8 +9,8 @@ A connection is always in one of these phases, and may end in any of them.
 A connection is "served" from the last byte of its request to the end of the answer. Fewer connections may be served
 than open, so that the head of a probe (a request to `/health` and the like) can always be read. A served connection is
 not closed in favour of others while its client reads; a request beyond the bound gets an error. All other connections,
-those of probes too, are closed when too many are open: first the oldest one of the address that has the most. Spared
-are connections that wait for this server, not for their client.
+those of probes too, are closed when too many are open: first the oldest one of the address that has the most.
+Connections that wait for this server, and not for their client, are spared.
 """
 
 import asyncio
@@ -63,18 +63,18 @@ _MOST_UNREAD_SECONDS = 0.25
 """Least age at which a connection is closed for new ones if bytes of its first request wait to be read."""
 
 _MOST_NEW_PER_SECOND = 3200
-"""Most new connections accepted per second. The more connections could be closed, the higher is the least age, so that
-this rate holds; it is at least half of the age that holds when all connections could be closed."""
+"""Most new connections accepted per second while all connections are open. The least age is proportional to the
+number of connections that may be closed, so that this rate holds, and is computed for at least half of all."""
 
 _MAX_SPARED = 16
 """Most connections that are spared in one search because they wait for this server; then one of them is closed."""
 
 _SHARE_OF_FREE = 2
-"""Number of served connections that a key may hold for each one that is free beyond the last part: 7 / 12 of all if
-only it has requests."""
+"""Number of served connections that a key may hold for each free one that is not reserved: 7 / 12 of all connections
+if no other key has requests."""
 
 _LAST_PARTS = 8
-"""1 / 8 of the served connections are for keys that hold none."""
+"""1 / 8 of the served connections are reserved for keys that hold none."""
 
 _KEY_SECONDS = 1.0
 """Time after which a client of a key that holds too many connections should retry."""
@@ -743,11 +743,13 @@ class Connections:
 class KeyShares:
     """Shares the connections that may be served among the holders of API keys.
 
-    `Connections` bounds their number before a key is known. With this bound alone one key could hold all of them, by
-    streams or by readers of a stored response, which wait in no queue. So, without a last part that is for
-    keys that hold nothing, a key may hold at most `_SHARE_OF_FREE` times as many as no key holds (a dynamic threshold:
-    Choudhury and Hahne, IEEE/ACM Transactions on Networking, 1998): when several keys take as much as they can, they
-    hold equal parts, and connections stay free.
+    `Connections` bounds their number before a key is known. With that bound alone, one key could hold all of them by
+    streams or by readers of a stored response, which wait in no queue.
+
+    A part of the connections, 1 / `_LAST_PARTS`, is reserved for keys that hold none. Of the rest, a key may hold at
+    most `_SHARE_OF_FREE` times as many as are free at the time (a dynamic threshold: Choudhury and Hahne, IEEE/ACM
+    Transactions on Networking, 1998). When several keys take as many as they can, they hold equal numbers, and some
+    connections stay free.
     """
 
     def __init__(self, accounts: Accounts, metrics: Metrics) -> None:
