@@ -9,7 +9,8 @@ import shutil
 
 import pytest
 
-collect_ignore = [] if importlib.util.find_spec("helm_python") else ["test_cluster.py", "test_manifests.py"]
+_NEED_THE_EXTRA = ["test_cluster.py", "test_manifests.py", "test_prometheus.py"]
+collect_ignore = [] if importlib.util.find_spec("helm_python") else _NEED_THE_EXTRA
 
 
 @pytest.fixture(scope="session")

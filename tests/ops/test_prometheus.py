@@ -3,18 +3,25 @@
 import http.server
 import json
 import math
+import re
+import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tests import ports
 from tests.e2e.kaon_server import MODEL, KaonServer, eventually, free_port
+from tests.e2e.processes import LoggedProcess
 from tools.dashboards import FOLDER, PAGES, Panel, files
 
 pytestmark = pytest.mark.ops
@@ -130,6 +137,24 @@ class Scraper:
             return False
 
 
+@contextmanager
+def started(prometheus: str, folder: Path, *flags: str) -> Iterator[Scraper]:
+    """A Prometheus with the configuration in a folder, and with further flags."""
+    port = ports.free_ports()
+    own = (f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data")
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [prometheus, *own, f"--web.listen-address=127.0.0.1:{port}", *flags], stdout=log, stderr=log
+        )
+    try:
+        found = Scraper(f"http://127.0.0.1:{port}")
+        eventually(found.is_ready)
+        yield found
+    finally:
+        process.terminate()
+        process.wait()
+
+
 @pytest.fixture(scope="module")
 def scraper(
     prometheus: str, server: KaonServer, exporters: int, tmp_path_factory: pytest.TempPathFactory
@@ -145,26 +170,9 @@ def scraper(
     for group in rules["groups"]:
         group.pop("interval", None)
     (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
-    port = ports.free_ports()
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [
-                prometheus,
-                f"--config.file={folder}/prometheus.yml",
-                f"--storage.tsdb.path={folder}/data",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=log,
-        )
-    found = Scraper(f"http://127.0.0.1:{port}")
-    try:
-        eventually(found.is_ready)
+    with started(prometheus, folder) as found:
         eventually(lambda: any(float(each["value"][1]) >= 12 for each in found.query("count_over_time(up[1m])")))
         yield found
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def values(scraper: Scraper, panel: Panel, expression: str) -> list[float]:
@@ -216,3 +224,41 @@ def test_the_dashboards_files_ask_for_nothing_else(scraper: Scraper) -> None:
         assert asked == {
             query for panels in page.rows.values() for each in panels for query in each.expressions.values()
         }
+
+
+def test_the_dashboards_have_the_schema_of_grafana() -> None:
+    """Grafana's own models read each file, and write the same."""
+    for path in sorted(FOLDER.glob("kaon-*.json")):
+        board = json.loads(path.read_text())
+        assert json.loads(JSONEncoder().encode(Dashboard.from_json(board))) == board
+
+
+def test_the_server_and_the_prometheus_of_the_compose_file_work_together(prometheus: str, tmp_path: Path) -> None:
+    """Their commands and variables, without containers: no registry of images can be reached by the tests."""
+    services = yaml.safe_load((FOLDER.parent / "compose.yaml").read_text())["services"]
+    port, values = free_port(), {"KAON_API_KEY": "a-key-of-an-api-client", "KAON_MODEL": ""}
+    environment = {
+        name: re.sub(r"\$\{(\w+)[^}]*\}", lambda found: values[found[1]], value)
+        for name, value in services["kaon"]["environment"].items()
+    }
+    command, host = services["kaon"]["command"]
+    assert (command, host) == ("serve", "--host=0.0.0.0")
+    arguments = (command, "--host=127.0.0.1", f"--port={port}", "--cpu-kvcache-gib=0.25")
+    server = LoggedProcess([sys.executable, "-m", "server", *arguments], tmp_path / "server", **environment)
+    try:
+        assert "serving kaon-demo on" in server.process.stdout.readline(), server.stderr
+        url = f"http://127.0.0.1:{port}"
+        key = {"Authorization": f"Bearer {values['KAON_API_KEY']}"}
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/v1/models", headers=key).status_code == 200
+
+        config = (PROMETHEUS / "compose.yml").read_text()
+        assert '"kaon:8000"' in config
+        (tmp_path / "prometheus.yml").write_text(config.replace("kaon:8000", f"127.0.0.1:{port}").replace("15s", "1s"))
+        (tmp_path / "rules.yaml").write_text((PROMETHEUS / "rules.yaml").read_text())
+        _, *flags = services["prometheus"]["command"]
+        with started(prometheus, tmp_path, *flags) as scraper:
+            eventually(lambda: scraper.query('up{job="kaon"} == 1') != [])
+            eventually(lambda: scraper.query("kaon_core_serving == 1") != [])
+    finally:
+        assert server.end_by(signal.SIGTERM) == 0

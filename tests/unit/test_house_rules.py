@@ -49,29 +49,6 @@ def test_nothing_is_pickled() -> None:
     assert [name_of(path) for path, text in TEXTS.items() if pickling.search(text)] == []
 
 
-def test_links_between_pages_lead_somewhere() -> None:
-    pages = [path for path in committed_files() if path.suffix == ".md"]
-    broken = [
-        f"{name_of(page)}: {link}"
-        for page in pages
-        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
-        if not (page.parent / link).exists()
-    ]
-    assert broken == []
-
-
-def test_files_and_folders_that_pages_name_exist() -> None:
-    pages = [path for path in committed_files() if path.suffix == ".md"]
-    in_tree = re.compile(r"`((?:benchmarks|deploy|docs|engine|kvcache|models|server|tests|tools)/[\w./-]+)`")
-    missing = [
-        f"{name_of(page)}: {named}"
-        for page in pages
-        for named in in_tree.findall(page.read_text(encoding="utf-8"))
-        if not (ROOT / named).exists()
-    ]
-    assert missing == []
-
-
 def test_the_committed_files_stay_small_together() -> None:
     data = [path for path in committed_files() if path.suffix not in WRITTEN_BY_HAND]
     assert sum(path.stat().st_size for path in data) <= LARGEST_DATA

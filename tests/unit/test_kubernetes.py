@@ -197,6 +197,19 @@ def test_the_chart_s_values_are_those_of_its_schema() -> None:
         keys(yaml.safe_load(example.read_text()), schema)
 
 
+def test_the_pages_name_values_of_the_chart() -> None:
+    values = yaml.safe_load((ROOT / "deploy" / "helm" / "kaon" / "values.yaml").read_text())
+    for page in ("kubernetes", "routers"):
+        text = (ROOT / "docs" / "deploy" / f"{page}.md").read_text()
+        named = re.findall(r"`([a-z]\w*(?:\.(?!yaml|json)\w+)+)`|--set ([\w.]+)", text)
+        assert named
+        for path in ("".join(each) for each in named):
+            value: Any = values
+            for key in path.split("."):
+                assert path.startswith("settings.") or key in value, f"{page}.md: {path}"
+                value = value.get(key) if isinstance(value, dict) else None
+
+
 HARDENING = [
     ("it may run as root", "runAsNonRoot: true", "runAsNonRoot: false"),
     ("its root is writable", "readOnlyRootFilesystem: true", "readOnlyRootFilesystem: false"),

@@ -89,6 +89,14 @@ def test_every_alert_has_a_runbook_and_a_test() -> None:
         assert alert["labels"]["severity"] in ("critical", "warning", "info")
 
 
+def test_the_dashboards_show_every_metric_that_a_runbook_names() -> None:
+    runbooks = (ROOT / "docs" / "runbooks.md").read_text()
+    queries = [
+        query for page in PAGES for row in page.rows.values() for panel in row for query in panel.queries.values()
+    ]
+    assert named(runbooks) - set().union(*map(named, queries)) == set()
+
+
 def test_the_compose_file_sets_settings_that_exist_and_opens_loopback_only() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     assert services["kaon"]["environment"].keys() <= {setting.env for setting in SETTINGS}
