@@ -269,7 +269,8 @@ class Scheduler:
         if self._submitted and not self._may_follow(self._submitted[-1]):
             return None
         now = self._clock()
-        if self._blocked is not None and not self._make_room(now):
+        blocked = self._blocked
+        if blocked is not None and not self._make_room(now):
             return None
         self.limits.note_step()
         self.drafts.begin_step()
@@ -280,7 +281,7 @@ class Scheduler:
             self._shares.begin_step(now)
         if self.mixed or self.step_budget is not None:
             if self._schedule_decodes(step):
-                self._schedule_prefills(step, may_admit)
+                self._schedule_prefills(step, may_admit, blocked)
         else:
             self._schedule_prefills(step, may_admit)
             if not step.num_prefills:
@@ -327,10 +328,11 @@ class Scheduler:
         waited = now - min(seq.arrive_time for seq in self.waiting)
         return waited > self.delay_factor * self.last_prompt_latency
 
-    def _schedule_prefills(self, step: StepBuilder, may_admit: bool) -> None:
+    def _schedule_prefills(self, step: StepBuilder, may_admit: bool, blocked: Sequence | None = None) -> None:
         """Add prompts to the step while budget, time, slots and blocks last, those of the least served owner first.
 
-        Within an owner, prompts that were started are continued, in order, before others start.
+        Within an owner, prompts that were started are continued, in order, before others start. `blocked` is the
+        sequence that could not start in the last step.
         """
         if not self._prefilling and not (may_admit and self.waiting):
             return
@@ -349,6 +351,8 @@ class Scheduler:
             # it is served in its turn below.
             self._start(step, favoured)
             self._blocked = None
+        if may_admit and self.waiting:
+            self._add_short_prompts(step, passed_over, blocked)
         while step.budget > 0:
             owner = min(started, key=served) if started else None
             starting = self.waiting.next_owner(passed_over) if may_admit else None
@@ -372,6 +376,21 @@ class Scheduler:
                 started[owner].popleft()
                 if not started[owner]:
                     del started[owner]
+
+    def _add_short_prompts(self, step: StepBuilder, passed_over: Collection[str], blocked: Sequence | None) -> None:
+        """Add whole short prompts of the least served owner beyond the step's time, if it was served no more than the
+        mean lately. In chunks of what other owners' decodes leave of a small model's step they would take many steps.
+        """
+        if self.step_budget is None:
+            return
+        owner = self._shares.lightest(each for each in self.waiting.latest_owners if each not in passed_over)
+        if owner is None or self._is_waited_for(owner, blocked):
+            return
+        seconds = self.step_budget.seconds_to_add(self._shares.recent(owner))
+        if seconds > 0.0:
+            rest, step.seconds = step.seconds, seconds
+            self._take_short_prompts(step, owner, None)
+            step.seconds = rest
 
     def _start(self, step: StepBuilder, owner: str) -> bool:
         """Start the first waiting sequence of an owner. Returns False if it, and all others, must wait."""
@@ -870,14 +889,10 @@ class Scheduler:
             # The next step is short enough.
             return None
         owner = self._shares.lightest(each for each in self.waiting.latest_owners if each not in self._held_back)
-        if owner is None or not self._is_light(owner) or self._is_waited_for(owner):
+        if owner is None or not self._is_light(owner) or self._is_waited_for(owner, self._blocked):
             return None
         step = self.step_budget.interposed_step(self.limits.num_tokens)
-        while owner in self.waiting.owners and self._interposes(step, self.waiting.first_of(owner), paused):
-            seq = self.waiting.take(owner)
-            start = self.block_manager.count_cached_tokens(seq)
-            count = max(1, seq.num_tokens - start)
-            self._admit(step, seq, seq.num_tokens - count, count)
+        self._take_short_prompts(step, owner, paused)
         if not step.seqs:
             return None
         step.num_next_drafts = self.drafts.num_next_interposed(len(step.seqs))
@@ -907,15 +922,22 @@ class Scheduler:
         """Whether short prompts of an owner would be interposed now. Thread-safe."""
         return self.step_budget is not None and self.step_budget.may_interpose(owner, self._shares.recent(owner))
 
-    def _is_waited_for(self, owner: str) -> bool:
-        """Whether another owner with no more service than this one waits for a slot or blocks."""
-        blocked = self._blocked
+    def _is_waited_for(self, owner: str, blocked: Sequence | None) -> bool:
+        """Whether `blocked`, which waits for a slot or blocks, is of another owner with no more service than this
+        one."""
         if blocked is None or blocked.status is not SequenceStatus.WAITING or blocked.owner == owner:
             return False
         return self._shares.recent(blocked.owner) <= self._shares.recent(owner)
 
+    def _take_short_prompts(self, step: StepBuilder, owner: str, paused: ScheduledBatch | None) -> None:
+        """Start an owner's waiting sequences whose whole prompts fit a step's tokens and time, in order."""
+        while owner in self.waiting.owners and self._interposes(step, self.waiting.first_of(owner), paused):
+            seq = self.waiting.take(owner)
+            count = max(1, seq.num_tokens - self.block_manager.count_cached_tokens(seq))
+            self._admit(step, seq, seq.num_tokens - count, count)
+
     def _interposes(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
-        """Whether a waiting sequence can be added to a step that is interposed in `paused`."""
+        """Whether a waiting sequence's whole prompt can be added to a step; if `paused`, that is interposed in it."""
         if not _may_be_interposed(seq):
             return False
         prefix = self.block_manager.count_cached_tokens(seq)

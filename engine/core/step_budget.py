@@ -60,6 +60,9 @@ that were served less; for an owner with less service, proportionally fewer."""
 _INTERPOSED_BOUND, _LEAST_BOUND = 0.5, 0.02
 """The steps interposed in one step take at most the first number times its bound, and streams wait longer by that.
 A bound counts as at least the second number of seconds, for small models, and as at most `max_step_seconds`."""
+_MOST_SERVICE_ADDED = 1.0
+"""Short prompts of an owner with at most this recent service are added to a regular step, beyond its bound, for as
+long as interposed steps may take in it. They cost no more there than in other steps, so no allowance limits them."""
 _FAILED_SECONDS = 10.0
 """Seconds without interposed steps after one has raised: other steps compute its sequences first."""
 
@@ -131,6 +134,8 @@ class StepBudget:
         self._fixed = 0.0
         """Predicted fixed cost of the next step, in seconds."""
         self._turn = 0
+        self._most_interposed = 0.0
+        """Seconds that interposed steps may take in a step, and prompts that are added to it beyond its bound."""
         self._interposed_left = 0.0
         """Seconds that interposed steps may still take in the current step."""
         self._allowance = 0.0
@@ -157,7 +162,8 @@ class StepBudget:
         gained = _INTERPOSED_SHARE * max(0.0, now - self._allowed_until)
         self._allowance = min(self._allowance + gained, _MOST_INTERPOSED * self._fixed)
         self._allowed_until = now
-        self._interposed_left = _INTERPOSED_BOUND * min(self._max_seconds, max(self._bound, _LEAST_BOUND))
+        self._most_interposed = _INTERPOSED_BOUND * min(self._max_seconds, max(self._bound, _LEAST_BOUND))
+        self._interposed_left = self._most_interposed
 
     def may_pause(self, batch: ScheduledBatch) -> bool:
         """Return whether a step is long enough to interpose others."""
@@ -187,6 +193,14 @@ class StepBudget:
         step = StepBuilder(min(self._max_interposed_tokens, num_tokens), 0)
         step.seconds = self._interposed_left - self._fixed
         return step
+
+    def seconds_to_add(self, service: float) -> float:
+        """Return the time beyond a short step's bound for short prompts of an owner with this recent service."""
+        if not self._max_interposed_tokens or self._is_alone or self._bound >= _LEAST_BOUND:
+            return 0.0
+        if service > _MOST_SERVICE_ADDED:
+            return 0.0
+        return self._most_interposed
 
     def note_interposed(self, batch: ScheduledBatch, seconds: float) -> None:
         """Subtract an interposed step, which took `seconds`, from the allowance."""

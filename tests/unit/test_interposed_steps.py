@@ -121,6 +121,33 @@ def test_no_step_pauses_and_nothing_is_interposed_while_all_owners_are_alike() -
     assert (made.num_pauses, len(made.interposed)) == (0, 0)
 
 
+@pytest.mark.parametrize(("service", "is_whole"), [(0.9, True), (1.2, False)])
+def test_a_short_prompt_of_an_owner_served_no_more_than_the_mean_is_added_whole_to_a_short_step(
+    service: float, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decodes of others leave only the time of a chunk in each step of a small model."""
+    settings = {"max_interposed_tokens": 512, "default_step_seconds": 0.05, "max_step_seconds": None}
+    made = SimulatedEngine(device(0.0008, 0.00006, decode=0.00012), **settings)
+    made.add(3000, 20)
+    made.run()
+    for number in range(40):
+        made.add(20, 3000, owner=f"heavy {number % 10}", at=made.now)
+    end = made.now + 2
+    made.run(lambda: made.now > end)
+    budget = made.scheduler.step_budget
+    assert budget is not None
+    budget.note_failed_interposed()
+    monkeypatch.setattr(made.scheduler._shares, "recent", lambda owner: service)
+    made.steps.clear()
+    made.interposed.clear()
+    light = made.add(120, 1, owner="light", at=made.now)
+    made.run(lambda: light.is_finished)
+    computing = [seconds for batch, seconds in made.steps if light in batch.sequences]
+    assert (len(computing) == 1) is is_whole
+    assert max(seconds for _, seconds in made.steps) <= 0.01 + 0.5 * 0.02
+    assert not made.interposed
+
+
 def test_a_short_step_is_not_paused() -> None:
     made = loaded_engine()
     scheduled = made.scheduler.schedule()
