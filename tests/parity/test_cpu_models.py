@@ -174,12 +174,8 @@ def test_without_operators_tokens_are_the_same_in_float32_in_any_company(variant
     fields = {"cpu_operators": False, "num_kvcache_blocks": 64}
     together = runner_for(checkpoint, torch.float32, scheduling_policy="mixed", max_num_batched_tokens=48, **fields)
     found = generate(together, prompts)
-    alone = [
-        generate(
-            runner_for(checkpoint, torch.float32, enable_prefix_caching=False, **fields), [tokens], preempted_at=None
-        )[0]
-        for tokens in prompts
-    ]
+    single = runner_for(checkpoint, torch.float32, enable_prefix_caching=False, **fields)
+    alone = [generate(single, [tokens], preempted_at=None)[0] for tokens in prompts]
     assert found == alone
 
 
@@ -203,9 +199,8 @@ def test_tokens_are_the_same_alone_and_in_company(variant: Variant, checkpoint: 
     together = runner(checkpoint, scheduling_policy="mixed", max_num_batched_tokens=48)
     assert (together.program is None) == (variant.architecture in PARTLY_TORCH)
     found = generate(together, prompts)
-    alone = [
-        generate(runner(checkpoint, enable_prefix_caching=False), [tokens], preempted_at=None)[0] for tokens in prompts
-    ]
+    single = runner(checkpoint, enable_prefix_caching=False)
+    alone = [generate(single, [tokens], preempted_at=None)[0] for tokens in prompts]
     assert found == alone
 
 
