@@ -1,6 +1,7 @@
 """Asynchronous drafts of a model: answers equal those of synchronous steps without drafts."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from engine.runner.kv_cache import LayerCaches
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.speculative.adaptive import NetGain, StepCosts
+from engine.speculative.adaptive import DraftPlan, NetGain, StepCosts
 from models.attention.triton import TritonAttentionBackend
 from models.ops.triton.grids import most_pieces_within, num_pieces
 from tests.parity.ahead import Ahead, answers, waiting
@@ -154,6 +155,34 @@ def test_no_row_reads_what_the_step_before_it_left_where_it_has_no_draft(
     ahead = Noted(ModelRunner(load(case.target, config_of(case)), NUM_BLOCKS))
     assert answers(ahead.run(uneven())) == expected
     assert ahead.num_padded > 0
+
+
+def test_blocks_of_rejected_drafts_may_exceed_what_a_later_step_with_fewer_drafts_reads(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks stay reserved for drafts that were rejected, so a row may have more blocks than a step's tables have
+    columns. One row runs at a time, since the longest row determines the columns."""
+    case = Case(checkpoint, {"speculative_method": "draft", "speculative_model": "-"})
+    loaded = load(checkpoint, Config(num_kvcache_blocks=NUM_BLOCKS, max_model_len=256, max_num_seqs=8))
+    loaded = dataclasses.replace(loaded, config=config_of(case, 4), drafter=Knowing([]))
+    plain, ahead = runner_for(checkpoint), Noted(ModelRunner(loaded, NUM_BLOCKS))
+    limits = itertools.cycle([4, 4, 1, 1])
+    monkeypatch.setattr(DraftPlan, "limit", lambda *_: next(limits))
+    num_blocks_above: list[int] = []
+    assemble = DeviceBatch._bounded
+
+    def noted(batch: DeviceBatch, inputs: StepInputs, *arguments: Any) -> DeviceInputs:
+        assert inputs.bounds is not None
+        num_blocks_above.append(int(inputs.bounds.num_blocks.max()) - inputs.num_blocks)
+        return assemble(batch, inputs, *arguments)
+
+    monkeypatch.setattr(DeviceBatch, "_bounded", noted)
+    for length in range(4, 9):
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=20)
+        tokens = prompt(length, seed=length, vocab_size=160)
+        expected = answers(waiting(plain, [Sequence(tokens, 16, params, id=length)]))
+        assert answers(ahead.run([Sequence(tokens, 16, params, id=length)])) == expected
+    assert max(num_blocks_above) == 1
 
 
 def uneven() -> list[Sequence]:
