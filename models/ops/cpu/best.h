@@ -5,6 +5,8 @@
 #ifndef BEST_H
 #define BEST_H
 
+#include <math.h>
+
 #include "vectors.h"
 
 #define COMPARED 64 /* values that are compared with the current k-th at once */
@@ -31,6 +33,14 @@ static inline void offer_entry(struct best *best, uint64_t entry) {
     int64_t at = count_better(best, entry), last = is_full ? best->most - 1 : best->count++;
     memmove(best->entries + at + 1, best->entries + at, (last - at) * sizeof(uint64_t));
     best->entries[at] = entry;
+}
+
+/* The first `count` of 16, the others minus infinity. */
+INLINE vector load_filled(const float *from, int64_t count) {
+    if (count >= LANES) return load(from);
+    ALIGNED float padded[LANES];
+    for (int i = 0; i < LANES; i++) padded[i] = i < count ? from[i] : -INFINITY;
+    return load(padded);
 }
 
 INLINE bits lower_of(bits a, bits b) {

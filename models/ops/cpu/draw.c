@@ -7,8 +7,7 @@
 INLINE double mass_of(const uint32_t *keys) {
     doubles even = {0}, odd = {0};
     for (int i = 0; i < WEIGHED; i += 2 * 8) even += weights_of_eight(keys + i), odd += weights_of_eight(keys + i + 8);
-    even += odd;
-    return ((even[0] + even[4]) + (even[1] + even[5])) + ((even[2] + even[6]) + (even[3] + even[7]));
+    return sum_of_doubles(even + odd);
 }
 
 /* The masses of a piece's blocks if `masses` is set, and its top tokens. */
@@ -101,16 +100,23 @@ static double *masses_of(const struct draw *op, int64_t which) {
     return is_weighed ? op->masses + which * parts(op->width, WEIGHED) : NULL;
 }
 
-struct kept filter_row(const struct draw *op, int64_t which) {
+static struct kept keep_of_whole(const struct draw *op, int64_t which, char *scratch) {
+    const struct whole *row = read_whole(op, which, scratch);
+    return (struct kept){.count = -1, .whole = row, .last = last_of_whole(op, which, row)};
+}
+
+struct kept filter_row(const struct draw *op, int64_t which, char *scratch) {
+    if (is_read_whole(op, which)) return keep_of_whole(op, which, scratch);
     uint64_t *of_row = op->best + which * op->pieces * op->most;
     const int64_t *found = op->found + which * op->pieces;
     const double *masses = masses_of(op, which);
     struct kept kept = {.best = {of_row, found[0], looked_at(op->top_k[which])}};
     for (int64_t piece = 1; piece < op->pieces; piece++)
         for (int64_t i = 0; i < found[piece]; i++) offer_entry(&kept.best, of_row[piece * op->most + i]);
-    for (int64_t block = 0; masses && block < parts(op->width, WEIGHED); block++) kept.total += masses[block];
-    kept.count = count_kept(op, which, &kept.best, kept.total);
-    return kept;
+    double total = 0;
+    for (int64_t block = 0; masses && block < parts(op->width, WEIGHED); block++) total += masses[block];
+    kept.count = count_kept(op, which, &kept.best, total);
+    return kept.count < 0 ? keep_of_whole(op, which, scratch) : kept;
 }
 
 static int64_t draw_unfiltered(const struct draw *op, int64_t which) {
@@ -125,6 +131,7 @@ static int64_t draw_unfiltered(const struct draw *op, int64_t which) {
 void look_at_piece(const struct draw *op, int64_t task) {
     int64_t which = task / op->pieces, share = parts(parts(op->width, WEIGHED), op->pieces) * WEIGHED;
     int64_t first = task % op->pieces * share, past = min64(op->width, first + share);
+    if (is_read_whole(op, which)) return;
     if (op->filtered[which]) {
         struct best best = {op->best + task * op->most, 0, looked_at(op->top_k[which])};
         read_piece(op, which, first, past, masses_of(op, which), &best);
@@ -135,9 +142,9 @@ void look_at_piece(const struct draw *op, int64_t task) {
     }
 }
 
-int64_t token_of(const struct draw *op, int64_t which, const struct kept *kept, char *scratch) {
+int64_t token_of(const struct draw *op, int64_t which, const struct kept *kept) {
     if (!op->filtered[which]) return draw_unfiltered(op, which);
-    if (kept->count < 0) return draw_from_whole(op, which, kept->total, scratch);
+    if (kept->count < 0) return draw_from_whole(op, which, kept->whole, kept->last);
     return draw_from_best(op, which, &kept->best, kept->count);
 }
 
@@ -157,49 +164,61 @@ INLINE vector exp_below_0(vector x) {
     return (vector)(((integers)p + ((integers)shifted << 23)) & ~is_tiny);
 }
 
-/* Weights of the tokens up to `last` in the row's order, 0 for others; returns their sum. */
-CLONES static double weigh_until(const struct draw *op, int64_t which, uint64_t last, float *weights) {
+/* Weights of all tokens, and their sum. */
+CLONES static double weigh_all(const struct draw *op, int64_t which, float *weights) {
     const float *logits = op->logits + op->rows[which] * op->stride;
     struct scaling by = scaling_of(op, which);
-    uint32_t last_key = last >> 32, last_id = (uint32_t)last;
     double sum = 0;
     for (int64_t block = 0; block < op->width; block += WEIGHED) {
         int64_t past = min64(op->width, block + WEIGHED);
         vector some = {0};
         for (int64_t i = block; i < past; i += LANES) {
-            float padded[LANES];
-            int64_t count = min64(LANES, past - i);
-            const float *from = logits + i;
-            if (count < LANES) {
-                for (int64_t lane = 0; lane < LANES; lane++) padded[lane] = lane < count ? from[lane] : -INFINITY;
-                from = padded;
-            }
-            vector scaled = scaled_of(load(from), by), weight = exp_below_0(scaled);
-            if (last != ALL_KEPT) {
-                bits keys = keys_of_scaled(scaled);
-                bits ids = (uint32_t)i + (bits){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-                integers is_kept = (integers)(keys < last_key) | ((integers)(keys == last_key) & (integers)(ids <= last_id));
-                weight = choose(is_kept, weight, all(0));
-            }
+            vector weight = exp_below_0(scaled_of(load_filled(logits + i, past - i), by));
             some += weight;
-            if (count == LANES) store(weights + i, weight);
-            else memcpy(weights + i, &weight, count * sizeof(float));
+            if (past - i >= LANES) store(weights + i, weight);
+            else memcpy(weights + i, &weight, (past - i) * sizeof(float));
         }
         sum += sum_of(some);
     }
     return sum;
 }
 
-double weigh_some(const struct draw *op, int64_t which, const struct kept *kept, char *scratch, float *weights) {
-    if (op->filtered[which] && kept->count >= 0) {
-        double some[MAX_LARGEST], sum = 0;
-        weigh_entries(&kept->best, some);
-        memset(weights, 0, op->width * sizeof(float));
-        for (int64_t i = 0; i < kept->count; i++)
-            weights[(uint32_t)kept->best.entries[i]] = (float)some[i], sum += some[i];
-        return sum;
+double weigh_some(const struct draw *op, int64_t which, const struct kept *kept, float *weights) {
+    if (!op->filtered[which]) return weigh_all(op, which, weights);
+    if (kept->count < 0) return weigh_whole(kept->whole, kept->last, weights);
+    double some[MAX_LARGEST], sum = 0;
+    weigh_entries(&kept->best, some);
+    memset(weights, 0, op->width * sizeof(float));
+    for (int64_t i = 0; i < kept->count; i++) weights[(uint32_t)kept->best.entries[i]] = (float)some[i], sum += some[i];
+    return sum;
+}
+
+#define UNCERTAIN 1e-5 /* relative error of sums of float32, and more */
+
+CLONES enum verdict compare(const struct draw *op, int64_t which, int64_t token, double number) {
+    if (op->top_k[which] < op->width || op->min_p[which] > 0) return UNKNOWN;
+    const float *logits = op->logits + op->rows[which] * op->stride;
+    struct scaling by = scaling_of(op, which);
+    integers key = (integers)keys_of_scaled(scaled_of(all(logits[token]), by));
+    double total = 0, before = 0;
+    for (int64_t block = 0; block < op->width; block += WEIGHED) {
+        vector some = {0}, better = {0};
+        for (int64_t i = block; i < min64(op->width, block + WEIGHED); i += LANES) {
+            integers ids = (int32_t)i + (integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            vector scaled = scaled_of(load_filled(logits + i, op->width - i), by), weight = exp_below_0(scaled);
+            integers keys = (integers)keys_of_scaled(scaled);
+            /* Of equal tokens, those with lower ids are before it. */
+            some += weight, better += choose(keys - (ids >= (int32_t)token) <= key, weight, all(0));
+        }
+        total += sum_of(some), before += sum_of(better);
     }
-    return weigh_until(op, which, op->filtered[which] ? last_of_whole(op, which, kept->total, scratch) : ALL_KEPT, weights);
+    /* The mass of the prefix is what top-p needs, and at most the weight of its last token more, which is no more than
+     * this token's. */
+    double weight = exp_below_0(scaled_of(all(logits[token]), by))[0], needed = op->top_p[which] * total;
+    if (before >= needed * (1 + UNCERTAIN)) return ABOVE;
+    if (before >= needed * (1 - UNCERTAIN)) return UNKNOWN;
+    if (number < weight / (needed + weight) * (1 - UNCERTAIN)) return BELOW;
+    return number > weight / needed * (1 + UNCERTAIN) ? ABOVE : UNKNOWN;
 }
 
 CLONES static void scale_row(float *row, int64_t count, float factor) {
@@ -214,11 +233,11 @@ void draw(const void *arguments, const struct step *step, struct worker *worker)
         struct kept kept = {0};
         look_at_piece(op, task);
         if (!is_last_piece(op->ended + which, op->pieces)) continue;
-        if (op->filtered[which]) kept = filter_row(op, which);
-        op->tokens[which] = token_of(op, which, &kept, worker->scratch);
+        if (op->filtered[which]) kept = filter_row(op, which, worker->scratch);
+        op->tokens[which] = token_of(op, which, &kept);
         if (!op->probabilities) continue;
         float *row = op->probabilities + which * op->width;
-        scale_row(row, op->width, (float)(1 / weigh_some(op, which, &kept, worker->scratch, row)));
+        scale_row(row, op->width, (float)(1 / weigh_some(op, which, &kept, row)));
     }
 }
 
@@ -290,8 +309,8 @@ static int64_t sample_row(const float *logits, int64_t width, float peak, const 
     };
     struct kept kept = {0};
     look_at_piece(&op, 0);
-    if (filtered) kept = filter_row(&op, 0);
-    return token_of(&op, 0, &kept, scratch);
+    if (filtered) kept = filter_row(&op, 0, scratch);
+    return token_of(&op, 0, &kept);
 }
 
 /* Tasks: rows. */

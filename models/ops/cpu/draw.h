@@ -60,6 +60,9 @@ INLINE doubles exp_of_doubles(doubles x) {
     return (doubles)(((words)e + ((words)shifted << 52)) & ~is_tiny);
 }
 
+/* The sum of 8 in a fixed order. */
+INLINE double sum_of_doubles(doubles v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
+
 /* The weights of 8 tokens by their keys; the argmax token's weight is 1. */
 INLINE doubles weights_of_eight(const uint32_t *keys) {
     eight scaled;
@@ -70,34 +73,50 @@ INLINE doubles weights_of_eight(const uint32_t *keys) {
 /* Number of top tokens among which the end of the filtered prefix is searched first: a small top-k, or LOOKED_AT. */
 static inline int64_t looked_at(int64_t top_k) { return top_k <= MAX_LARGEST ? top_k : LOOKED_AT; }
 
-#define ALL_KEPT UINT64_MAX /* in place of the entry of the last filtered token: there are none */
+#define NARROW 8192 /* tokens of a row up to which its top tokens take longer to find than it takes to read it whole */
+
+/* Whether a row with filters is read whole at once, and none of its pieces before. */
+static inline int is_read_whole(const struct draw *op, int64_t which) {
+    return op->filtered[which] && op->top_k[which] > MAX_LARGEST && op->width <= NARROW;
+}
+
+/* A whole row in a thread's scratch, for filters that may admit most of it. */
+struct whole;
+const struct whole *read_whole(const struct draw *op, int64_t which, char *scratch);
 
 /* The tokens within a row's filters, which are a prefix of its order. */
 struct kept {
     struct best best; /* top tokens of the row */
     int64_t count;    /* how many of these are all that pass; -1: they do not determine it */
-    double total;     /* the row's sum of weights, of which `top_p` is a fraction */
+    /* Only then: */
+    const struct whole *whole;
+    uint64_t last; /* entry of the last token that passes */
 };
 
 /* Computed for a row with filters whose pieces were examined, once, when the pieces are merged. */
-struct kept filter_row(const struct draw *op, int64_t which);
+struct kept filter_row(const struct draw *op, int64_t which, char *scratch);
 
 /* The work of a task on a piece of a row: it finds the best token of it. */
 void look_at_piece(const struct draw *op, int64_t task);
 
-/* The token with the largest score, of a row whose pieces were examined. `kept`: for a row with filters. `scratch` is a
- * thread's. */
-int64_t token_of(const struct draw *op, int64_t which, const struct kept *kept, char *scratch);
+/* The token with the largest score, of a row whose pieces were examined. `kept`: for a row with filters. */
+int64_t token_of(const struct draw *op, int64_t which, const struct kept *kept);
 
-/* The token with the largest score among those within the filters, of a whole row. */
-int64_t draw_from_whole(const struct draw *op, int64_t which, double total, char *scratch);
+/* The last token within the filters, as an entry. */
+uint64_t last_of_whole(const struct draw *op, int64_t which, const struct whole *row);
 
-/* The last token within the filters of a whole row, as an entry. */
-uint64_t last_of_whole(const struct draw *op, int64_t which, double total, char *scratch);
+/* The token with the largest score among those up to `last`. */
+int64_t draw_from_whole(const struct draw *op, int64_t which, const struct whole *row, uint64_t last);
 
-/* The weights of a row's tokens, 0 for those outside the filters, and their sum. The row's pieces were examined if it
- * has filters. # [width] */
-double weigh_some(const struct draw *op, int64_t which, const struct kept *kept, char *scratch, float *weights);
+/* The weights of a row's tokens, 0 for those after `last`, and their sum. # [width] */
+double weigh_whole(const struct whole *row, uint64_t last, float *weights);
+
+/* Whether a number is below a token's probability within the filters, or not, as far as it is known without their end. */
+enum verdict { BELOW, ABOVE, UNKNOWN };
+enum verdict compare(const struct draw *op, int64_t which, int64_t token, double number);
+
+/* The weights of a row's tokens, 0 for those outside the filters, and their sum. # [width] */
+double weigh_some(const struct draw *op, int64_t which, const struct kept *kept, float *weights);
 
 INLINE struct scaling scaling_of(const struct draw *op, int64_t which) {
     return (struct scaling){op->peaks[op->rows[which]], op->temperature[which]};

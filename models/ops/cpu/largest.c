@@ -1,17 +1,7 @@
 /* The k largest values of each row in order, in one pass that copies nothing. */
 
-#include <math.h>
-
 #include "best.h"
 #include "operators.h"
-
-/* The first `count` of 16, the others minus infinity. */
-INLINE vector load_values(const float *from, int64_t count) {
-    if (count >= LANES) return load(from);
-    ALIGNED float padded[LANES];
-    for (int i = 0; i < LANES; i++) padded[i] = i < count ? from[i] : -INFINITY;
-    return load(padded);
-}
 
 /* Keys whose unsigned order is the values' descending order: a NaN, unless its sign is set, is the largest value.
  * Adding 0 converts -0 to 0; the lower bits of a negative number are inverted, so that integers are ordered like the
@@ -26,7 +16,7 @@ CLONES static void offer_values(struct best *best, const float *values, int64_t 
     for (int64_t i = first; i < past; i += COMPARED) {
         for (int part = 0; part < COMPARED; part += LANES) {
             int64_t left = past - i - part;
-            bits some = left > 0 ? keys_of(load_values(values + i + part, left)) : ~(bits){0};
+            bits some = left > 0 ? keys_of(load_filled(values + i + part, left)) : ~(bits){0};
             memcpy(keys + part, &some, sizeof some);
         }
         offer_keys(best, keys, i, min64(COMPARED, past - i));

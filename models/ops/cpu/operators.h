@@ -494,7 +494,7 @@ struct draw {
 #define WEIGHED 256
 #define LOOKED_AT 64
 
-#define MAX_DRAWN (480 << 10) /* tokens of a row, of which a thread's scratch holds two keys each */
+#define MAX_DRAWN (480 << 10) /* tokens of a row, of which a thread's scratch holds a key and two weights each */
 
 /* Rejection sampling: the drafts of sequences, each with some adjacent rows of `by`, in one piece each. After a
  * rejected draft the tokens of a sequence's rows stay unchanged. */

@@ -63,27 +63,35 @@ static int64_t verify_row(const struct verify_drafts *op, int64_t which, char *s
     const struct draw *draw = &op->by;
     int64_t draft = op->drafts[which];
     const float *q = op->probabilities_of_drafts[which];
-    struct kept kept = {0};
+    double number = op->numbers[which] * (double)q[draft];
+    struct kept kept = {.count = -1};
+    enum verdict verdict = UNKNOWN;
     /* The end of a thread's scratch: the filters of a whole row use the other one. */
     float *p = (float *)scratch + (SCRATCH / sizeof(float) - parts(draw->width, LANES) * LANES);
-    if (draw->filtered[which]) {
+    if (draw->filtered[which] && draw->top_k[which] > MAX_LARGEST) {
+        /* Most drafts are accepted without the end of the prefix that the filters admit. */
+        verdict = compare(draw, which, draft, number);
+        if (verdict == BELOW) return draft;
+        kept.whole = read_whole(draw, which, scratch);
+        kept.last = last_of_whole(draw, which, kept.whole);
+    } else if (draw->filtered[which]) {
         look_at_piece(draw, which);
-        kept = filter_row(draw, which);
+        kept = filter_row(draw, which, scratch);
     }
-    double total = weigh_some(draw, which, &kept, scratch, p);
-    if (op->numbers[which] < (double)(float)(p[draft] / total) / (double)q[draft]) return draft;
+    double total = weigh_some(draw, which, &kept, p);
+    if (verdict == UNKNOWN && number < (double)(float)(p[draft] / total)) return draft;
     float largest = subtract(p, (float)(1 / total), q, draw->width);
     if (largest > 0) return draw_rest(p, draw->width, largest, noise_of_key(draw->row_keys[which]));
     /* Both are equal up to rounding. */
     if (!draw->filtered[which]) look_at_piece(draw, which);
-    return token_of(draw, which, &kept, scratch);
+    return token_of(draw, which, &kept);
 }
 
 static int64_t draw_row(const struct draw *op, int64_t which, char *scratch) {
     struct kept kept = {0};
     look_at_piece(op, which);
-    if (op->filtered[which]) kept = filter_row(op, which);
-    return token_of(op, which, &kept, scratch);
+    if (op->filtered[which]) kept = filter_row(op, which, scratch);
+    return token_of(op, which, &kept);
 }
 
 /* Tasks: sequences. */
