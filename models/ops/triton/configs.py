@@ -426,7 +426,9 @@ CONFIGS["latent_attention"] = (
     Row(CDNA, _latent_config(8, HEADS=64, KEYS=16, RUN=1024)),
     # Queries of RDNA would take all registers: they are read again, in parts, for each tile of latents.
     Row(("gfx1100",), _latent_config(8, HEADS=16, KEYS=16, RUN=512, DEPTH=64)),
-    Row(("gfx1201",), _latent_config(8, HEADS=16, KEYS=32, RUN=512, DEPTH=128)),
+    Row(("gfx1201",), _latent_config(8, HEADS=16, KEYS=32, RUN=512, DEPTH=128), {"heads": range(17)}),
+    # Several tiles of heads are programs enough, so that longer runs leave less to write.
+    Row(("gfx1201",), _latent_config(8, HEADS=16, KEYS=32, RUN=2048, DEPTH=128)),
     Row(("sm_90",), _latent_config(4, 2, HEADS=16, KEYS=32, RUN=512), {"heads": range(17)}),
     # With more latents at a time registers run out as some releases of Triton give them out.
     Row(("sm_90",), _latent_config(8, 2, HEADS=64, KEYS=32, RUN=1024), lds_bytes=144 * KIB),
