@@ -101,7 +101,11 @@ _FOUR_BIT_GEMM_COMPILATIONS = tuple(
         kernel=four_bit_gemm_kernel,
         variant=f"{'mxfp4' if is_mxfp4 else 'int4 g128'} {ORDERED if is_ordered else ''}m{rows}",
         target=target,
-        config=(config := config_of("four_bit_gemm", target, rows=tile_rows(target, rows, is_ordered=is_ordered))),
+        config=(
+            config := config_of(
+                "four_bit_gemm", target, rows=tile_rows(target, rows, is_ordered=is_ordered), mxfp4=is_mxfp4
+            )
+        ),
         signature={
             **dict.fromkeys(("x", "bias"), "*bf16"),
             "out": "*bf16" if rows > 64 else "*fp32",

@@ -365,15 +365,22 @@ def fp8_linear(
 
 
 @triton.jit
-def mxfp4_values(codes, exponents, dtype: tl.constexpr):
-    """The numbers of E2M1 codes times powers of two (OCP microscaling formats 1.0), exact in bfloat16.
+def mxfp4_of_words(words, BIT: tl.constexpr):
+    """2^-126 times the numbers of the E2M1 codes that begin at BIT of each word, exact in float32.
 
     A code's bits, shifted to those of float32's exponent and mantissa, are the number but for the bias, also of 0.5,
-    which has no leading one.
+    which has no leading one. The arithmetic shift leaves the sign where float32 has it, and copies of it that the mask
+    clears.
     """
-    bits = ((codes & 7).to(tl.int32) << 22) | ((codes & 8).to(tl.int32) << 28)
+    bits = (words << (28 - BIT)) >> 6
+    return (bits & -0x7E400000).to(tl.float32, bitcast=True)  # 0x81C00000, of 32 bits
+
+
+@triton.jit
+def mxfp4_values(codes, exponents, dtype: tl.constexpr):
+    """The numbers of E2M1 codes times powers of two (OCP microscaling formats 1.0), exact in bfloat16."""
     scale = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale  # 2^126
+    value = mxfp4_of_words(codes.to(tl.int32), 0) * 8.507059173023462e37 * scale  # 2^126
     if dtype == tl.bfloat16:
         # Nothing is cut off, and rounding takes several instructions where the hardware has none for it.
         return (value.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -548,16 +555,6 @@ not below float32's normal numbers, and sums by the second. An input may be up t
 
 
 @triton.jit
-def mxfp4_of_words(words, BIT: tl.constexpr):
-    """2^-126 times the numbers of the E2M1 codes that begin at BIT of each word, exact in float32.
-
-    The arithmetic shift leaves the sign where float32 has it, and copies of it that the mask clears.
-    """
-    bits = (words << (28 - BIT)) >> 6
-    return (bits & -0x7E400000).to(tl.float32, bitcast=True)  # 0x81C00000, of 32 bits
-
-
-@triton.jit
 def integers_of_words(words, BIT: tl.constexpr):
     """The codes that begin at BIT of each word, as float32."""
     return ((words >> BIT) & 15).to(tl.float32)
@@ -721,7 +718,12 @@ def four_bit_linear(x: torch.Tensor, weight: FourBitWeight, bias: torch.Tensor |
         return four_bit_vector(x, weight, bias)
     outputs, groups = weight.scales.shape
     out = x.new_empty(rows, outputs)
-    launch = launch_of("four_bit_gemm", x.device, rows=next_power_of_2(rows_of_tile(rows, x.device)))
+    launch = launch_of(
+        "four_bit_gemm",
+        x.device,
+        rows=next_power_of_2(rows_of_tile(rows, x.device)),
+        mxfp4=weight.zeros is None,
+    )
     columns = launch_of("four_bit_gemm", x.device, rows=1).blocks["COLUMNS"]
     most_rows = split_rows("four_bit_gemm", target_of(x.device))
     splits, is_whole = splits_of(rows, outputs, cdiv(inputs, launch.blocks["DEPTH"]), columns, most_rows)
