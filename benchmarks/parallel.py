@@ -351,8 +351,7 @@ def _by(kind: str, where: str, replica: int) -> list[float]:
             rank=0,
             size=1,
             device=torch.device("cpu"),
-            store=Path(where),
-            timeout=60.0,
+            rendezvous=Rendezvous(Path(where).as_uri(), 60.0),
         )
         world.join()
         return _exchanges(world, replica)

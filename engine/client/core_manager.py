@@ -102,7 +102,7 @@ class CoreManager:
         # This process avoids the CPUs that the cores reserve, but restarted cores must be able to use them.
         self._cpus = os.sched_getaffinity(0)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._rendezvous = _rendezvous(config)
+        self._rendezvous = _rendezvous(config, self._hosts)
         self._adapters = AdapterLedger(config.lora_paths)
         self._replicas: list[Replica] = []
         self._make_replicas()
@@ -366,7 +366,7 @@ class CoreManager:
         self.failure, self._closing, self.is_asleep = None, False, True
         self.ready, self._placement, self._relocation = None, None, None
         self._settled = asyncio.Event()
-        self._rendezvous = _rendezvous(self._config)
+        self._rendezvous = _rendezvous(self._config, self._hosts)
         self._make_replicas()
         if self._loop is not None:
             for replica in self._replicas:
@@ -551,14 +551,14 @@ def _other_hosts(config: Config) -> "CoreHosts | None":
     return CoreHosts.of(config)
 
 
-def _rendezvous(config: Config) -> LockstepRendezvous | None:
+def _rendezvous(config: Config, hosts: "CoreHosts | None") -> LockstepRendezvous | None:
     """Return the rendezvous of replicas that compute in lockstep; None if they do not."""
     parallel = config.parallel_config
-    return (
-        LockstepRendezvous(parallel.data_parallel_size, parallel.tensor_parallel_size)
-        if parallel.in_lockstep
-        else None
-    )
+    if not parallel.in_lockstep:
+        return None
+    # The replicas' own ports come first.
+    hub = None if hosts is None else (hosts.address, parallel.master_port + parallel.data_parallel_size)
+    return LockstepRendezvous(parallel.data_parallel_size, parallel.tensor_parallel_size, hub)
 
 
 def _merged(ready: Sequence[Ready]) -> Ready:

@@ -491,11 +491,11 @@ class Replica:
         """Start a core."""
         name = core_name(config, self.number)
         core: CoreHandle
+        lockstep_member = None if self._rendezvous is None else self._rendezvous.new_member(self.number)
         if self._hosts is not None:
-            core = self._hosts.core(self.number, name, config.num_kvcache_blocks)
+            core = self._hosts.core(self.number, name, config.num_kvcache_blocks, lockstep_member)
         else:
             share, self._share = self._share, self._share._replace(available_bytes=None)
-            lockstep_member = None if self._rendezvous is None else self._rendezvous.new_member(self.number)
             config = self._adapters.config_of_core(config)
             core = CoreProcess(config, share, cpus=self._cpus, lockstep_member=lockstep_member)
         return CoreLink(core, context, name)

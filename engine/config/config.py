@@ -85,7 +85,8 @@ class ParallelConfig(Section):
     """Address at which the other hosts reach host 0."""
 
     master_port: Annotated[int, Field(ge=1, le=65533)] = 29500
-    """First port at which the other hosts reach host 0. Ranks also use the next two ports; replica r uses port + r."""
+    """First port at which the other hosts reach host 0. Ranks also use the next two ports; replica r uses port + r,
+    and replicas that exchange tokens use the two ports after the last replica's."""
 
     cluster_interface: Annotated[str, Field(min_length=1)] | None = None
     """Network interface of this host for collectives between hosts, such as wg0; default: the interface of its
@@ -111,18 +112,19 @@ class ParallelConfig(Section):
                 f"nnodes is {self.nnodes}, which does not divide the {self.data_parallel_size} replicas "
                 "(data_parallel_size); each host must have the same number of replicas, with all their ranks"
             )
-        if self.in_lockstep and self.has_remote_replicas:
-            where = "distributed_executor_backend is ray" if self.nnodes == 1 else f"nnodes is {self.nnodes}"
+        if self.in_lockstep and self.distributed_executor_backend == "ray":
             raise ValueError(
-                f"{where}, but with enable_expert_parallel the {self.data_parallel_size} replicas "
-                "(data_parallel_size) exchange tokens, which works on one host only in this release; distribute the "
-                "experts over ranks (tensor_parallel_size)"
+                f"distributed_executor_backend is ray, but with enable_expert_parallel the {self.data_parallel_size} "
+                "replicas (data_parallel_size) exchange tokens, for which each host is started by itself (nnodes); or "
+                "distribute the experts over ranks (tensor_parallel_size)"
             )
-        if self.has_remote_replicas and self.master_port + self.data_parallel_size - 1 > _MAX_PORT:
+        num_ports = self.data_parallel_size + 2 * self.in_lockstep
+        if self.has_remote_replicas and self.master_port + num_ports - 1 > _MAX_PORT:
+            also = ", and two more to exchange tokens (enable_expert_parallel)" if self.in_lockstep else ""
             raise ValueError(
                 f"master_port is {self.master_port}, but each of {self.data_parallel_size} replicas "
-                f"(data_parallel_size) needs a port of its own from there on; set it to at most "
-                f"{_MAX_PORT + 1 - self.data_parallel_size}"
+                f"(data_parallel_size) needs a port of its own from there on{also}; set it to at most "
+                f"{_MAX_PORT + 1 - num_ports}"
             )
         if self.distributed_executor_backend == "ray" and self.nnodes > 1:
             raise ValueError(

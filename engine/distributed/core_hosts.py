@@ -22,6 +22,7 @@ from engine.distributed.curve import CurveAuthenticator, bind_curve, endpoint, r
 from engine.distributed.host_messages import CoreAddress, LaunchCore
 from engine.distributed.host_resources import HostShare
 from engine.distributed.host_router import HostRouter
+from engine.distributed.lockstep import LockstepMember
 from engine.distributed.remote_core import RemoteCore, ReplicaEndpoint
 
 _log = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class CoreHosts:
             undo.callback(cluster.close)
             host, port = resolve(cluster.address), config.parallel_config.master_port
             self.joining = endpoint(host, port)
+            self.address = host
+            """IP address of this host for the others."""
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(context.destroy)
             self._authenticator = CurveAuthenticator(context)
@@ -100,7 +103,13 @@ class CoreHosts:
         """Return whether another host runs the replica."""
         return replica in self._cores
 
-    def core(self, replica: int, name: str, num_kvcache_blocks: int | None) -> RemoteCore:
+    def core(
+        self,
+        replica: int,
+        name: str,
+        num_kvcache_blocks: int | None,
+        lockstep_member: LockstepMember | None = None,
+    ) -> RemoteCore:
         """Create a core, not yet started, of a replica on another host. `name` is its name in messages."""
         place = self._cores[replica]
         pair = CurvePair.new()
@@ -115,6 +124,7 @@ class CoreHosts:
             num_kvcache_blocks=num_kvcache_blocks,
             is_first=is_first,
             front_end=CoreAddress(place.calling, uuid.uuid4().hex, self._pair.public, *pair),
+            lockstep_member=lockstep_member,
         )
         timeout = self._config.parallel_config.rank_start_timeout
         core = RemoteCore(launch, place, name, time.monotonic() + timeout if is_first else math.inf)

@@ -109,7 +109,7 @@ class HostedCores:
         if launch.is_first:
             share = share._replace(available_bytes=available_host_memory() // share.num_local)
         try:
-            core = CoreProcess(config, share, front_end=launch.front_end)
+            core = CoreProcess(config, share, lockstep_member=launch.lockstep_member, front_end=launch.front_end)
             self._cores[launch.core] = core
             core.start()
         except (OSError, ValueError) as error:

@@ -8,6 +8,7 @@ import msgspec
 
 from engine.distributed.cluster import HostAgreement
 from engine.distributed.host_resources import HostShare
+from engine.distributed.lockstep import LockstepMember
 from engine.distributed.rank_link import FromRank, ToRank
 
 
@@ -66,6 +67,8 @@ class LaunchCore(msgspec.Struct, tag="launch_core", frozen=True, kw_only=True):
     is_first: bool
     """Whether it is the first core of its replica, and loads at the same time as those of the others."""
     front_end: CoreAddress
+    lockstep_member: LockstepMember | None = None
+    """Its replica, if several compute in lockstep."""
 
 
 class CoreServes(msgspec.Struct, tag="core_serves", frozen=True):

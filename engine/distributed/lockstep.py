@@ -2,26 +2,30 @@
 
 `LockstepRendezvous`, owned by `CoreManager`, creates a `LockstepMember` for each core: its number, a directory for the
 rendezvous, and shared memory. A restarted core cannot join the cores of the previous round, so all cores begin a new
-round with a new directory. `BarrierCounters`, in the shared memory, show which replicas the others wait for.
-`ReplicaLinks` connects every two cores: a core wakes the others, which sleep while there is no work, and detects at
-once that another core has ended, without which it cannot continue. Imports no torch.
+round with a new directory. `BarrierCounters`, in the shared memory, show which replicas the others wait for. Cores on
+several hosts share neither: they meet at a TCP port of replica 0, the hub, which forwards wake-up calls.
+`ReplicaLinks` connects every two cores, or each one with the hub: a core wakes the others, which sleep while there is
+no work, and detects at once that another core has ended, without which it cannot continue. Imports no torch.
 """
 
 import contextlib
+import hmac
 import mmap
 import os
+import secrets
 import shutil
 import socket
 import struct
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from select import POLLIN, poll
 from threading import Event, Thread
+from typing import NamedTuple
 
 import msgspec
 
@@ -65,23 +69,40 @@ class BarrierCounters:
         self._memory.close()
 
 
+class Hub(msgspec.Struct, frozen=True):
+    """The rendezvous of replicas on several hosts."""
+
+    address: str
+    """IP address of the first host, which runs replica 0."""
+    port: int
+    """Port at which replica 0 listens for the other cores; at the next one it serves the store of the ranks."""
+    key: bytes
+    """Secret by which cores prove that they belong to this server. They get it by an encrypted connection."""
+    round: int
+
+
 class LockstepMember(msgspec.Struct, frozen=True):
     """A replica among those that compute in lockstep."""
 
     replica: int
     num_replicas: int
-    directory: str
-    """Directory of the rendezvous, private to the user. It is removed when not all replicas of this round can meet."""
+    directory: str = ""
+    """Directory of the rendezvous, private to the user. It is removed when not all replicas of this round can meet.
+    Empty on several hosts."""
     memory: tuple[int, ...] = ()
-    """By rank, the descriptor of the memory shared with the same rank of the other replicas: see `BarrierCounters`."""
+    """By rank, the descriptor of the memory shared with the same rank of the other replicas: see `BarrierCounters`.
+    Empty on several hosts."""
+    hub: Hub | None = None
+    """The rendezvous on several hosts; None on one."""
 
 
 class LockstepRendezvous:
     """Manages the rounds of rendezvous. When a core has ended, the other cores of its round end by themselves."""
 
-    def __init__(self, num_replicas: int, num_ranks: int = 1) -> None:
-        """`num_ranks` is the number of ranks per replica."""
+    def __init__(self, num_replicas: int, num_ranks: int = 1, hub: tuple[str, int] | None = None) -> None:
+        """`num_ranks` is the number of ranks per replica. `hub`: where replicas on several hosts meet; see `Hub`."""
         self._num_replicas, self._num_ranks = num_replicas, num_ranks
+        self._hub, self._key, self._round = hub, secrets.token_bytes(_KEY_BYTES), 0
         self._directories: list[str] = []
         self._memory: list[int] = []
         self._members: set[int] = set()
@@ -92,17 +113,24 @@ class LockstepRendezvous:
 
         Raises `OSError` if no directory can be created.
         """
-        if not self._directories or replica in self._members:
+        if not self._members or replica in self._members:
             # This shows a core that still waits for the ended one that it will not come.
             _remove(self._directories, self._memory)
             self._members.clear()
-            self._directories.append(tempfile.mkdtemp(prefix="kaon-"))
-            self._memory += [BarrierCounters.create(self._num_replicas) for _ in range(self._num_ranks)]
+            self._round += 1
+            if self._hub is None:
+                self._directories.append(tempfile.mkdtemp(prefix="kaon-"))
+                self._memory += [BarrierCounters.create(self._num_replicas) for _ in range(self._num_ranks)]
         self._members.add(replica)
+        if self._hub is not None:
+            return LockstepMember(replica, self._num_replicas, hub=Hub(*self._hub, self._key, self._round))
         return LockstepMember(replica, self._num_replicas, self._directories[-1], tuple(self._memory))
 
     def waits_for_peers(self, replica: int) -> bool:
-        """Return whether a replica waits for others and none waits for it, or another core of its round has ended."""
+        """Return whether a replica waits for others and none waits for it, or another core of its round has ended.
+
+        On several hosts nothing shows which replica the others wait for, so that each of them counts as late.
+        """
         if replica not in self._members:
             return True
         late: set[int] = set()
@@ -135,6 +163,18 @@ _POLL_SECONDS = 0.05
 """Seconds between two attempts to connect to a core that does not listen yet."""
 _SHUTDOWN_SECONDS = 0.2
 """Most seconds between another core's end and its announcement that all cores shut down."""
+_CALL_SECONDS = 3.0
+"""Seconds that one step of a handshake with the hub may take."""
+_KEY_BYTES = 32
+_NONCE_BYTES = 16
+_GREETING = struct.Struct("=qq32s")
+"""The first message to the hub: replica, round, and the HMAC of the hub's nonce with both."""
+_MET, _IS_OVER = 0, -1
+"""The hub's answers: the core has met it, or a later round has begun."""
+_MOST_CALLERS = 64
+"""Connections at the hub that have not proved yet that they are cores. The oldest is ended for another one."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
+"""A host that is lost without a word is detected after about 11 seconds."""
 
 
 class RendezvousError(RuntimeError):
@@ -167,8 +207,17 @@ class ReplicaLinks:
 
     def connect(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for all other cores. Raises `RendezvousError` if one does not connect."""
-        deadline = time.monotonic() + timeout
-        directory = Path(self.member.directory)
+        hub, deadline = self.member.hub, time.monotonic() + timeout
+        if hub is None:
+            self._meet_in_directory(Path(self.member.directory), timeout, deadline)
+        elif self.member.replica == 0:
+            self._meet_as_hub(hub, timeout, deadline)
+        else:
+            self._peers[0] = self._meet_hub(hub, timeout, deadline)
+        Thread(target=self._read, name="replicas", daemon=True).start()
+
+    def _meet_in_directory(self, directory: Path, timeout: float, deadline: float) -> None:
+        """Connect with each of the cores on this host."""
         own = directory / str(self.member.replica)
         with ExitStack() as stack:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -182,13 +231,9 @@ class ReplicaLinks:
             except OSError as error:
                 self._raise_if_over(directory)
                 raise RendezvousError(f"the replicas cannot meet in {directory}: {error}") from error
-            while missing := set(range(self.member.num_replicas)) - {self.member.replica} - self._peers.keys():
+            while missing := self._missing():
                 self._raise_if_over(directory)
-                if time.monotonic() >= deadline:
-                    raise RendezvousError(
-                        f"replica {min(missing)} did not meet replica {self.member.replica} within rank_start_timeout "
-                        f"{timeout:g} s"
-                    )
+                self._raise_if_late(min(missing), timeout, deadline)
                 # Each core connects to those with lower numbers, and accepts those with higher ones.
                 for replica in sorted(missing):
                     if replica < self.member.replica:
@@ -199,13 +244,10 @@ class ReplicaLinks:
                     time.sleep(_POLL_SECONDS)
         with contextlib.suppress(FileNotFoundError):
             own.unlink()
-        Thread(target=self._read, name="replicas", daemon=True).start()
 
     def ring(self, number: int) -> None:
         """Wake the other cores. A core that is gone is detected by the end of its connection."""
-        for peer in self._peers.values():
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                peer.send(_NUMBER.pack(number))
+        _send_to(self._peers.values(), _NUMBER.pack(number))
 
     def announce_shutdown(self) -> None:
         """Note that all cores shut down, so that the end of one is no failure from now on."""
@@ -213,7 +255,8 @@ class ReplicaLinks:
 
     def remove_directory(self) -> None:
         """Remove the directory, which is not needed once all cores have connected and computed."""
-        shutil.rmtree(self.member.directory, ignore_errors=True)
+        if self.member.directory:
+            shutil.rmtree(self.member.directory, ignore_errors=True)
 
     def wait_gone(self, timeout: float) -> int | None:
         """Return a replica whose core has ended or ends within `timeout` seconds; None if there is none."""
@@ -260,6 +303,85 @@ class ReplicaLinks:
         if not directory.exists():
             raise RendezvousError("another replica ended before all had met", is_over=True)
 
+    def _missing(self) -> set[int]:
+        return set(range(self.member.num_replicas)) - {self.member.replica} - self._peers.keys()
+
+    def _raise_if_late(self, replica: int, timeout: float, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            raise RendezvousError(
+                f"replica {replica} did not meet replica {self.member.replica} within rank_start_timeout {timeout:g} s"
+            )
+
+    # -- several hosts ------------------------------------------------------------------------------------------
+
+    def _meet_as_hub(self, hub: Hub, timeout: float, deadline: float) -> None:
+        """Accept all other cores."""
+        family = socket.AF_INET6 if ":" in hub.address else socket.AF_INET
+        with ExitStack() as stack:
+            try:
+                listener = stack.enter_context(socket.create_server((hub.address, hub.port), family=family))
+            except OSError as error:
+                raise RendezvousError(
+                    f"the replicas cannot meet at port {hub.port} of {hub.address}, which follows the replicas' own "
+                    f"ports from master_port on: {error.strerror}"
+                ) from error
+            callers: list[_Caller] = []
+            stack.callback(lambda: _close_all([caller.peer for caller in callers]))
+            while missing := self._missing():
+                self._raise_if_late(min(missing), timeout, deadline)
+                poller = poll()
+                for each in (listener, *(caller.peer for caller in callers)):
+                    poller.register(each, POLLIN)
+                readable = {descriptor for descriptor, _ in poller.poll(1e3 * _POLL_SECONDS)}
+                for caller in [each for each in callers if each.peer.fileno() in readable]:
+                    callers.remove(caller)
+                    self._admit(caller, hub)
+                if listener.fileno() in readable:
+                    if len(callers) == _MOST_CALLERS:
+                        callers.pop(0).peer.close()
+                    with contextlib.suppress(OSError):
+                        callers.append(_Caller.greet(listener.accept()[0]))
+
+    def _admit(self, caller: "_Caller", hub: Hub) -> None:
+        """Read a caller's greeting. Raises `RendezvousError` if it shows that a later round has begun."""
+        peer = caller.peer
+        try:
+            replica, number, proof = _GREETING.unpack(peer.recv(_GREETING.size))
+            is_core = hmac.compare_digest(proof, _prove(hub.key, caller.nonce, replica, number))
+            if is_core and number > hub.round:
+                raise RendezvousError("another replica ended before all had met", is_over=True)
+            is_expected = is_core and number == hub.round and replica in self._missing()
+            if is_core:
+                peer.sendall(_NUMBER.pack(_MET if is_expected else _IS_OVER))
+        except (OSError, struct.error):
+            is_expected = False
+        if is_expected:
+            _keep_alive(peer)
+            self._peers[replica] = peer
+        else:
+            peer.close()
+
+    def _meet_hub(self, hub: Hub, timeout: float, deadline: float) -> socket.socket:
+        """Connect with replica 0, on this host or another."""
+        while True:
+            self._raise_if_late(0, timeout, deadline)
+            with ExitStack() as stack:
+                try:
+                    peer = socket.create_connection((hub.address, hub.port), _CALL_SECONDS)
+                    stack.callback(peer.close)
+                    nonce = _receive(peer, _NONCE_BYTES)
+                    proof = _prove(hub.key, nonce, self.member.replica, hub.round)
+                    peer.sendall(_GREETING.pack(self.member.replica, hub.round, proof))
+                    (answer,) = _NUMBER.unpack(_receive(peer, _NUMBER.size))
+                except (OSError, struct.error):
+                    time.sleep(_POLL_SECONDS)  # It does not listen yet, or is the one of another round.
+                    continue
+                if answer != _MET:
+                    raise RendezvousError("another replica ended before all had met", is_over=True)
+                _keep_alive(peer)
+                stack.pop_all()
+                return peer
+
     def _read(self) -> None:
         poller = poll()
         replicas = {peer.fileno(): replica for replica, peer in self._peers.items()}
@@ -268,11 +390,14 @@ class ReplicaLinks:
         while replicas:
             for descriptor, _ in poller.poll():
                 try:
-                    packet = self._peers[replicas[descriptor]].recv(_NUMBER.size)
-                except ConnectionResetError:
+                    packet = _receive(self._peers[replicas[descriptor]], _NUMBER.size)
+                except OSError:
                     packet = b""
-                if packet:
+                if len(packet) == _NUMBER.size:
                     self._on_ring(_NUMBER.unpack(packet)[0])
+                    if self.member.hub is not None:
+                        others = (peer for peer in self._peers.values() if peer.fileno() != descriptor)
+                        _send_to(others, packet)
                     continue
                 poller.unregister(descriptor)
                 replica = replicas.pop(descriptor)
@@ -280,6 +405,46 @@ class ReplicaLinks:
                 if not self._ends_together.wait(_SHUTDOWN_SECONDS):
                     self._gone.put(replica)
                     self._on_gone(replica)
+
+
+class _Caller(NamedTuple):
+    """A connection at the hub that has not proved yet that it is a core's."""
+
+    peer: socket.socket
+    nonce: bytes
+
+    @classmethod
+    def greet(cls, peer: socket.socket) -> "_Caller":
+        """Send the nonce. Raises `OSError` if the caller is gone."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        peer.setblocking(False)
+        peer.sendall(nonce)
+        return cls(peer, nonce)
+
+
+def _prove(key: bytes, nonce: bytes, replica: int, number: int) -> bytes:
+    return hmac.digest(key, nonce + struct.pack("=qq", replica, number), "sha256")
+
+
+def _receive(peer: socket.socket, size: int) -> bytes:
+    """Receive one message; less only at the end of the connection."""
+    return peer.recv(size, socket.MSG_WAITALL)
+
+
+def _send_to(peers: Iterable[socket.socket], packet: bytes) -> None:
+    """Send a packet to peers, of which some may be gone."""
+    for peer in peers:
+        with contextlib.suppress(OSError):
+            peer.send(packet)
+
+
+def _keep_alive(peer: socket.socket) -> None:
+    """Have a connection block, send at once, and end some seconds after its host is lost."""
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        peer.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _close_all(sockets: list[socket.socket]) -> None:

@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 import platform
+import socket
 import sys
 import threading
 from collections.abc import Collection, Sequence
@@ -19,6 +20,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from engine.config.config import Config
+from engine.distributed.curve import endpoint
 from engine.distributed.host_resources import CorePlan, HostShare, Shard, own_cpus, plan_cores
 from engine.distributed.lockstep import BarrierCounters, LockstepMember
 from engine.distributed.processes import keep_threads_on
@@ -270,10 +272,26 @@ def _world(config: Config, lockstep_member: LockstepMember, shard: Shard | None,
         rank=rank,
         size=size,
         device=device,
-        store=Path(lockstep_member.directory) / "ranks",
-        timeout=timeout,
+        rendezvous=_rendezvous_of_replicas(lockstep_member, rank, timeout, config.parallel_config.cluster_interface),
         on_collective=count_arrival,
     )
+
+
+def _rendezvous_of_replicas(member: LockstepMember, rank: int, timeout: float, interface: str | None) -> Rendezvous:
+    """Where the ranks of all replicas in lockstep connect."""
+    if member.hub is None:
+        return Rendezvous((Path(member.directory) / "ranks").as_uri(), timeout)
+    host, port, listener = member.hub.address, member.hub.port + 1, None
+    if member.replica == rank == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, port), family=family).detach()
+        except OSError as error:
+            raise ValueError(
+                f"the ranks of all replicas cannot meet at port {port} of {host}, the second one after the replicas' "
+                f"own from master_port on: {error.strerror}"
+            ) from error
+    return Rendezvous(endpoint(host, port), timeout, listener, interface)
 
 
 def _collectives(config: Config, shard: Shard, device: torch.device, world: World | None) -> RankCollectives:

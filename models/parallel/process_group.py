@@ -302,32 +302,30 @@ class ReplicaWorld(TokenExchange):
         rank: int,
         size: int,
         device: torch.device,
-        store: Path,
-        timeout: float,
+        rendezvous: Rendezvous,
         on_collective: Callable[[], object] | None = None,
     ) -> None:
-        """`store` is a file that no other group uses. `timeout`: seconds to join, and of each collective.
-
-        `on_collective` is called before each collective, to record which ranks have reached it.
-        """
+        """`on_collective` is called before each collective, to record which ranks have reached it."""
         super().__init__(replica, num_replicas)
         self._on_collective = on_collective
         self._rank, self._size = rank, size
         self.are_captured = device.type != "cpu"
-        self._device, self._store, self._timeout = device, store, timedelta(seconds=timeout)
+        self._device, self._rendezvous, self._timeout = device, rendezvous, rendezvous.timeout
 
     def join(self) -> None:
         """Join the group. Raises `RuntimeError` where another rank does not in time."""
         on_host = self._device.type == "cpu"
-        if on_host:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        else:
+        if on_host or not self._rendezvous.is_local:
+            self._rendezvous.set_interface("GLOO_SOCKET_IFNAME")
+        if not on_host:
+            if not self._rendezvous.is_local:
+                self._rendezvous.set_interface("NCCL_SOCKET_IFNAME")
             set_nccl_defaults(self._device)
-        num_ranks = self._num_replicas * self._size
+        rank, num_ranks = self._replica * self._size + self._rank, self._num_replicas * self._size
         dist.init_process_group(
             "gloo" if on_host else "cpu:gloo,cuda:nccl",
-            init_method=self._store.as_uri(),
-            rank=self._replica * self._size + self._rank,
+            store=self._rendezvous.store(rank, num_ranks),
+            rank=rank,
             world_size=num_ranks,
             timeout=self._timeout,
         )

@@ -24,8 +24,8 @@ FIELDS: dict[str, Any] = {
 
 
 def free_ports(host: str = "127.0.0.2") -> int:
-    """The first of three consecutive free ports, which no other test process is given."""
-    return ports.free_ports(host, 3)
+    """The first of four consecutive free ports, which no other test process is given."""
+    return ports.free_ports(host, 4)
 
 
 def parallel_fields(port: int, **fields: Any) -> dict[str, Any]:

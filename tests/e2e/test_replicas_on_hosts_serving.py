@@ -10,6 +10,7 @@ import pytest
 
 from engine.client.llm_engine import LLMEngine
 from engine.config.config import ParallelConfig
+from engine.sampling_params import SamplingParams
 from tests.e2e.core_host import replica_fields
 from tests.e2e.engines import until_begun, until_replaced
 from tests.e2e.kaon_host import FIELDS, KaonHost
@@ -17,6 +18,9 @@ from tests.e2e.kaon_server import SETTINGS, START_SECONDS, KaonServer, eventuall
 from tests.e2e.processes import wait_gone
 from tests.e2e.test_data_parallel_serving import PARAMS, PROMPTS, answers, engine_of
 from tests.e2e.test_tensor_parallel import ranks_of
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import prompt
+from tests.parity.variants import all_variants
 
 
 @pytest.fixture
@@ -99,3 +103,38 @@ def test_a_stream_goes_on_elsewhere_when_its_host_is_lost_for_good(
     assert server.metric('kaon_requests_resumed_total{replica="1"}') == 0
     assert server.stop() == 0
     assert host.wait() == 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_replicas_on_two_hosts_exchange_tokens_for_their_experts_also_after_a_core_is_killed(
+    ranks: int, port: int, start_host: Callable[..., KaonHost], tmp_path: Path
+) -> None:
+    variant = next(each for each in all_variants() if each.architecture == "Qwen3MoeForCausalLM")
+    settings = {**FIELDS, "model": str(make_checkpoint(tmp_path, variant.family, **variant.overrides))}
+    settings["max_model_len"] = 128
+    prompts = [prompt(37), prompt(3, seed=7), prompt(21, seed=6), prompt(9, seed=4)]
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    with LLMEngine(**settings) as engine:
+        alone = [result["token_ids"] for result in engine.generate(prompts, params, use_tqdm=False)]
+    spread = {"enable_expert_parallel": True, "tensor_parallel_size": ranks, "data_parallel_placement": "round_robin"}
+    host = start_host(port, parallel=spread, **settings)
+    with LLMEngine(
+        parallel_config=ParallelConfig.model_validate(replica_fields(port, **spread)), **settings
+    ) as engine:
+        [core] = host.process.children()
+        assert core.pid == engine._core.pids[1]
+        # One replica idle, and both busy.
+        for some in (prompts[:1], prompts):
+            found = engine.generate(some, params, use_tqdm=False)
+            assert [result["token_ids"] for result in found] == alone[: len(some)]
+        ids = engine.add_request(prompts, params)
+        assert all(replica.live for replica in engine._core._replicas), "each computes some"
+        until_begun(engine)
+        pids = engine._core.pids
+        core.kill()
+        assert [result["token_ids"] for result in engine.collect(ids)] == alone
+        assert not set(pids) & set(engine._core.pids), "both begin a new round"
+    assert host.wait() == 0
+    wait_gone(pids)
+    assert "Traceback" not in host.stderr

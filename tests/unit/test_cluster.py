@@ -118,7 +118,10 @@ def test_replicas_are_dealt_out_as_neighbours_with_as_many_on_each_host() -> Non
         ({"nnodes": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "leave nnodes out"),
         ({"nnodes": 2, "data_parallel_size": 3}, "nnodes is 2, which does not divide the 3 replicas"),
         ({"nnodes": 4, "data_parallel_size": 2, "tensor_parallel_size": 4}, "does not divide the 2 replicas"),
-        ({"nnodes": 2, "data_parallel_size": 2, "enable_expert_parallel": True}, "nnodes is 2, but with enable_expe"),
+        (
+            {"nnodes": 2, "data_parallel_size": 8, "master_port": 65527, "enable_expert_parallel": True},
+            "and two more to exchange tokens .*; set it to at most 65526",
+        ),
         (
             {"distributed_executor_backend": "ray", "data_parallel_size": 2, "enable_expert_parallel": True},
             "distributed_executor_backend is ray, but with enable_expert_parallel the 2 replicas",

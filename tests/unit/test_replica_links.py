@@ -1,11 +1,13 @@
 """Cores that compute in lockstep: their connections, wake-ups, and notifications of another's end."""
 
+import errno
 import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from engine.distributed.lockstep import (
     RendezvousError,
     ReplicaLinks,
 )
+from tests.ports import free_ports
 
 WAIT_SECONDS = 60.0
 
@@ -181,3 +184,109 @@ def test_who_has_met_leaves_no_names_behind(rendezvous: LockstepRendezvous) -> N
     assert os.listdir(cores[0].links.member.directory) == []
     cores[0].links.remove_directory()
     assert not Path(cores[0].links.member.directory).exists()
+
+
+# -- several hosts ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub() -> LockstepRendezvous:
+    """The rendezvous of replicas that share no directory."""
+    return LockstepRendezvous(3, hub=("127.0.0.1", free_ports("127.0.0.1", 1)))
+
+
+def address_of(rendezvous: LockstepRendezvous) -> tuple[str, int]:
+    assert rendezvous._hub is not None
+    return rendezvous._hub
+
+
+def test_the_hub_forwards_what_wakes_the_others(hub: LockstepRendezvous) -> None:
+    cores = met([hub.new_member(replica) for replica in range(3)])
+    for number, core in enumerate(cores):
+        core.links.ring(number)
+        for other in cores:
+            if other is not core:
+                assert other.rings.get(timeout=WAIT_SECONDS) == number
+    assert all(core.rings.empty() for core in cores)
+
+
+@pytest.mark.parametrize(("ended", "informed"), [(0, (1, 2)), (1, (0,))])
+def test_an_end_is_reported_by_way_of_the_hub(hub: LockstepRendezvous, ended: int, informed: tuple[int, ...]) -> None:
+    """The hub itself ends with any other core, which ends the rest."""
+    cores = met([hub.new_member(replica) for replica in range(3)])
+    cores[ended].end()
+    for replica in informed:
+        assert cores[replica].gone.get(timeout=WAIT_SECONDS) == ended
+        assert cores[replica].links.wait_gone(WAIT_SECONDS) == ended
+
+
+GREETING = struct.Struct("=qq32s")
+
+
+@pytest.mark.parametrize("said", [None, b"", b"\x01", GREETING.pack(1, 1, bytes(32)), GREETING.pack(1, 9, bytes(32))])
+def test_a_connection_without_the_key_is_no_core_and_delays_none(hub: LockstepRendezvous, said: bytes | None) -> None:
+    """It sends nothing, ends, or claims to be a core of this round or a later one."""
+    cores = [Core(hub.new_member(replica)) for replica in range(3)]
+    with ThreadPoolExecutor(3) as threads, socket.socket() as stranger:
+        meets = [threads.submit(cores[0].links.connect, WAIT_SECONDS)]
+        wait_until(lambda: stranger.connect_ex(address_of(hub)) in {0, errno.EISCONN})
+        assert len(stranger.recv(16, socket.MSG_WAITALL)) == 16
+        if said is not None:
+            stranger.send(said) if said else stranger.shutdown(socket.SHUT_RDWR)
+        meets += [threads.submit(core.links.connect, WAIT_SECONDS) for core in cores[1:]]
+        for each in meets:
+            each.result(WAIT_SECONDS)
+        if said:
+            assert stranger.recv(1) == b"", "it is not answered"
+    cores[1].links.ring(3)
+    assert [core.rings.get(timeout=WAIT_SECONDS) for core in (cores[0], cores[2])] == [3, 3]
+
+
+def test_many_silent_connections_delay_no_core(hub: LockstepRendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_links, "_MOST_CALLERS", 4)
+    cores = [Core(hub.new_member(replica)) for replica in range(3)]
+    with ThreadPoolExecutor(3) as threads, ExitStack() as strangers:
+        meets = [threads.submit(cores[0].links.connect, WAIT_SECONDS)]
+        wait_until(lambda: not _refuses(address_of(hub)))
+        for _ in range(12):
+            strangers.enter_context(socket.create_connection(address_of(hub)))
+        meets += [threads.submit(core.links.connect, WAIT_SECONDS) for core in cores[1:]]
+        for each in meets:
+            each.result(WAIT_SECONDS)
+
+
+def _refuses(address: tuple[str, int]) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(address) != 0
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_a_core_of_an_earlier_round_learns_from_one_of_a_later_that_it_is_over(
+    hub: LockstepRendezvous, waits: int
+) -> None:
+    """Either may be the hub."""
+    waiting = Core(hub.new_member(waits))
+    hub.new_member(1 - waits)
+    later = Core(hub.new_member(1 - waits))  # It replaces one that has ended.
+    with ThreadPoolExecutor(2) as threads:
+        future = threads.submit(waiting.links.connect, WAIT_SECONDS)
+        if waits == 0:
+            wait_until(lambda: not _refuses(address_of(hub)))
+        other = threads.submit(later.links.connect, WAIT_SECONDS)
+        error = future.exception(WAIT_SECONDS)
+        assert isinstance(error, RendezvousError)
+        assert error.is_over
+        # The core that replaces it meets the later one, and a third.
+        others = [Core(hub.new_member(replica)) for replica in (waits, 2)]
+        list(threads.map(lambda core: core.links.connect(WAIT_SECONDS), others))
+        other.result(WAIT_SECONDS)
+
+
+def test_a_port_of_the_hub_that_is_taken_is_named(hub: LockstepRendezvous) -> None:
+    host, port = address_of(hub)
+    with (
+        socket.create_server((host, port)),
+        pytest.raises(RendezvousError, match=f"at port {port} of {host}, .* in use") as raised,
+    ):
+        Core(hub.new_member(0)).links.connect(WAIT_SECONDS)
+    assert not raised.value.is_over
