@@ -33,7 +33,8 @@ trim() {
     # Bytecode goes by hashes of its sources: times differ in each build, and a builder may set them all to one.
     find "$PWD" -path '*/__pycache__/*.pyc' | sed 's|/__pycache__/\([^/]*\)\.cpython-[^/]*$|/\1.py|' | LC_ALL=C sort >"$scratch/sources"
     find "$PWD" -depth -type d -name __pycache__ -exec rm -r {} +
-    PYTHONHASHSEED=0 .venv/bin/python -m compileall -q --invalidation-mode checked-hash -i "$scratch/sources"
+    # -f: what this Python itself imports at its start has bytecode that goes by times by then.
+    PYTHONHASHSEED=0 .venv/bin/python -m compileall -f -q --invalidation-mode checked-hash -i "$scratch/sources"
     rm -r "$scratch"
 }
 
