@@ -52,13 +52,14 @@ class Reloader:
         self._apply.append(apply)
 
     def also_reload(self, reload: Callable[[], object]) -> None:
-        """Register `reload`, which is called at every reload."""
+        """Register `reload`, which is called at every reload. If it raises `ValueError`, no setting changes."""
         self._more.append(reload)
 
     def reload(self) -> Reloaded:
         """Read the configuration again and apply the settings that may change.
 
-        Raises `ValueError` with a sentence if the configuration is invalid; then no setting has changed.
+        Raises `ValueError` with a sentence if the configuration or the file of keys is invalid; then no setting has
+        changed.
         """
         if self._read is None:
             raise ValueError("this server was not started by kaon serve, and has no configuration to read again")

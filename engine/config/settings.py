@@ -336,6 +336,8 @@ def _yaml_data(path: Path, named_by: str) -> dict[str, Any]:
         raise SettingsError(f"{path} is not YAML: {error.problem}{line}") from None
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise SettingsError(f"{path} is nested too deeply; it has lines of the form `setting: value`") from None
     except (TypeError, ValueError, AttributeError):
         raise SettingsError(f"{path} is YAML, but not lines of the form `setting: value`") from None
     if twice is not None:

@@ -4,11 +4,15 @@ As in PEFT, LoRA (Hu et al. 2021) scales by alpha / r, and rank-stabilised LoRA 
 alpha / sqrt(r).
 """
 
+import functools
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import SchemaError
 
 from models.config.fields import Fields
 from models.errors import CheckpointError
@@ -120,12 +124,33 @@ def _pattern(fields: Fields, name: str, *, fractions: bool) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float if fractions else int) or value <= 0:
             raise section.invalid(key, "a number above 0" if fractions else "an integer above 0")
         try:
-            re.compile(key)
-        except re.error as error:
-            raise fields.invalid(name, f"an object of regular expressions, and {key!r} is none ({error})") from error
+            _names_by(key)
+        except SchemaError as error:
+            reason = str(error).splitlines()[-1].strip().removeprefix("error: ").removeprefix("SchemaError: ")
+            raise fields.invalid(
+                name, f"an object of regular expressions, and {key[:100]!r} is none that can be used ({reason})"
+            ) from error
     return dict(section.values)
 
 
 def _first_match(pattern: Mapping[str, object], module: str) -> str:
     """Return the first expression that matches the name or its ending after a dot, else the empty string."""
-    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", module)), "")
+    return next((key for key in pattern if _matches(key, module)), "")
+
+
+@functools.lru_cache(1024)
+def _names_by(expression: str) -> TypeAdapter[str]:
+    """Return what accepts the names that `expression` matches, whole or after a dot. Raises `SchemaError`.
+
+    pydantic's expressions (Rust's) take time linear in the name and bounded memory: adapters come from anywhere, and
+    `re` can take hours for an expression such as `(a+)+b`, in which no other thread of the engine runs.
+    """
+    return TypeAdapter(Annotated[str, Field(pattern=rf"^(?:.*\.)?(?:{expression})$")])
+
+
+def _matches(expression: str, module: str) -> bool:
+    try:
+        _names_by(expression).validate_python(module)
+    except ValidationError:
+        return False
+    return True

@@ -111,20 +111,20 @@ class ApiKeys:
             await self._tokens.prepare()
         while self._file is not None:
             await asyncio.sleep(_RELOAD_SECONDS)
-            self.reload()
+            if _stamp(self._file) != self._stamp:
+                try:
+                    self.reload()
+                except ValueError as error:
+                    _log.warning("%s; the keys that were read before stay in force", error)
 
     def reload(self) -> None:
-        """Read the file again if it has changed. If it is broken or gone, the present keys stay."""
-        if self._file is None or (stamp := _stamp(self._file)) == self._stamp:
+        """Read the file again. If it is broken or gone, the present keys stay, and this raises `ValueError`."""
+        if self._file is None:
             return
-        self._stamp = stamp
-        try:
-            self._filed = _read_keys(self._file)
-        except ValueError as error:
-            _log.warning("%s; the keys that were read before stay in force", error)
-        else:
-            self._num_holders = self._count_holders()
-            _log.info("api_key_file was read again; it holds %d keys", len(self._filed))
+        self._stamp = _stamp(self._file)
+        self._filed = _read_keys(self._file)
+        self._num_holders = self._count_holders()
+        _log.info("api_key_file was read again; it holds %d keys", len(self._filed))
 
 
 def _read_keys(file: Path) -> Mapping[str, AcceptedKey]:

@@ -102,6 +102,54 @@ def test_keys_are_read_again(served: Server) -> None:
     assert served.ask("GET", "/v1/models", key).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "broken", ["", '{"version": 1, "keys": [', '{"version": 1, "keys": [{}]}', '{"a":' * 100_000, "\udcff\udcfe", None]
+)
+def test_a_broken_file_of_keys_is_reported_to_the_caller_and_changes_nothing(
+    broken: str | None, served: Server
+) -> None:
+    whole = served.keys.read_bytes()
+    before = served.most_requests()
+    served.keys.unlink()
+    if broken is not None:
+        served.keys.write_bytes(broken.encode(errors="surrogateescape"))
+    served.write(max_requests_per_key=before + 1)
+    try:
+        answer = served.ask("POST", "/kaon/reload", served.admin)
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert message.startswith(f"the settings stay as they are: api_key_file is {served.keys}")
+        written = len(served.stderr)
+        served.process.send_signal(signal.SIGHUP)
+        eventually(lambda: "the settings stay as they are: api_key_file" in served.stderr[written:])
+        assert served.most_requests() == before
+    finally:
+        served.keys.write_bytes(whole)
+        served.write(max_requests_per_key=before)
+    assert served.ask("POST", "/kaon/reload", served.admin).json()["changed"] == []
+
+
+@pytest.mark.parametrize(
+    "broken", ["port: [", "[" * 100_000, "- a", "port: &a [*a]", "\udcff", "no_setting: 1", "a: 1\na: 2", None]
+)
+def test_a_broken_file_of_settings_is_reported_and_changes_nothing(broken: str | None, served: Server) -> None:
+    file = served.directory / "kaon.yaml"
+    whole, before = file.read_bytes(), served.most_requests()
+    file.unlink()
+    if broken is not None:
+        file.write_bytes(broken.encode(errors="surrogateescape"))
+    try:
+        answer = served.ask("POST", "/kaon/reload", served.admin)
+        assert answer.status_code == 400, answer.text
+        assert "kaon.yaml" in answer.json()["error"]["message"]
+        written = len(served.stderr)
+        served.process.send_signal(signal.SIGHUP)
+        eventually(lambda: "the settings stay as they are" in served.stderr[written:])
+        assert served.most_requests() == before
+    finally:
+        file.write_bytes(whole)
+
+
 def test_new_connections_get_a_certificate_that_replaces_the_last(served: Server) -> None:
     context = ssl.create_default_context(cafile=served.certificate)
     headers = {"Authorization": f"Bearer {served.user}"}

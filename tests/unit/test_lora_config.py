@@ -47,6 +47,16 @@ def test_patterns_match_the_end_of_a_name_and_the_first_of_them_counts(tmp_path:
     assert (config.scale_of(O_PROJ), config.scale_of(Q_PROJ)) == (8.0, 0.75)
 
 
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("expression", ["(?:[a-z._0-9]+)+[!?]", "(a|a)*b|(.*.*)*[q]{9}", "((q|q_)*(r|[^x])*)*Z"])
+def test_an_expression_that_backtracks_without_end_in_other_libraries_ends_here(
+    expression: str, field: str, tmp_path: Path
+) -> None:
+    config = parse(tmp_path, **{field: {expression: 2}})
+    long = "model." + "layers.0.self_attn.q_proj" * 4
+    assert (config.rank_of(long), config.scale_of(long)) == (8, 2.0)
+
+
 def test_targets_are_whole_parts_of_names(tmp_path: Path) -> None:
     config = parse(tmp_path)
     assert [config.targets(module) for module in (Q_PROJ, O_PROJ, MLP_O_PROJ, "model.layers.1.self_attn.eq_proj")] == [
@@ -82,7 +92,10 @@ def test_an_adapter_of_some_layers_must_hold_no_particular_module(tmp_path: Path
             {"alpha_pattern": {"q_proj": True}},
             "q_proj of alpha_pattern of {file} is true; it must be a number above 0",
         ),
-        ({"rank_pattern": {"(": 2}}, "'(' is none"),
+        ({"rank_pattern": {"(": 2}}, "'(' is none that can be used (unclosed group)"),
+        ({"rank_pattern": {"a)|(b(": 2}}, "is none"),
+        ({"alpha_pattern": {"a{999999999}": 2}}, "is none that can be used (Compiled regex exceeds size"),
+        ({"rank_pattern": {"(?=a)b": 2}}, "(look-around, including look-ahead and look-behind, is not supported)"),
         ({"target_modules": 3}, "target_modules of {file} is 3; it must be a list of strings"),
     ],
 )

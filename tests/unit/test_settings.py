@@ -119,6 +119,12 @@ def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) ->
     assert load_config([]) == Config()
 
 
+def test_a_file_that_is_nested_too_deeply_is_refused_in_words(yaml_file: Path) -> None:
+    yaml_file.write_text("[" * 100_000)
+    with pytest.raises(SettingsError, match="is nested too deeply"):
+        load_config(["--config", str(yaml_file)])
+
+
 def test_an_empty_file_sets_nothing(yaml_file: Path) -> None:
     yaml_file.write_text("# nothing yet\n")
     assert load_config(["--config", str(yaml_file)]) == Config()
