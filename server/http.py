@@ -53,9 +53,12 @@ _HEAD_SLICE, _BODY_SLICE = 512, 4 * 2**10
 """Most bytes of a head, and of a body, that are parsed at a time. Parsing stops when a request waits for the answer to
 an earlier one: 16 KiB hold hundreds of requests, each with dozens of objects."""
 
-_BEGUN_AT_ONCE = 8
-"""Most requests that begin per round of the event loop. With two, a quarter fewer of the shortest requests per second
-are answered."""
+_BEGUN_AT_ONCE, _LEAST_BEGUN = 8, 2
+"""Most requests that begin per round of the event loop, and how many may begin at least after long rounds. With two, a
+quarter fewer of the shortest requests per second are answered."""
+
+_LONG_ROUND_SECONDS = 0.008
+"""After rounds that took longer fewer requests begin: a health probe needs several rounds."""
 
 _DISCARD_SECONDS, _SMALL_BYTES = 0.05, 2**14
 """Pause after a read of fewer bytes of what a client sends after its last answer: without it, a flood of tiny chunks
@@ -89,7 +92,12 @@ class RequestTurns:
     once, a round would take seconds, and a health probe needs several rounds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._most = _BEGUN_AT_ONCE
+        """Requests that may begin in a round: halved after a long round, one more after a short one."""
+        self._expected_at = 0.0
+        """Time in the previous round at which the next one was asked for."""
         self._left = _BEGUN_AT_ONCE
         """Requests that may still begin in this round."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
@@ -110,11 +118,14 @@ class RequestTurns:
     def _expect_round(self) -> None:
         if not self._is_round_due:
             self._is_round_due = True
+            self._expected_at = self._clock()
             asyncio.get_running_loop().call_soon(self._begin_round)
 
     def _begin_round(self) -> None:
         self._is_round_due = False
-        self._left = _BEGUN_AT_ONCE
+        is_long = self._clock() - self._expected_at > _LONG_ROUND_SECONDS
+        self._most = max(self._most // 2, _LEAST_BEGUN) if is_long else min(self._most + 1, _BEGUN_AT_ONCE)
+        self._left = self._most
         while self._left and self._waiting:
             party = next(iter(self._waiting))
             turns = self._waiting.pop(party)
@@ -124,7 +135,7 @@ class RequestTurns:
             if not turn.done():  # A turn is done if its task was cancelled.
                 turn.set_result(None)
                 self._left -= 1
-        if self._left < _BEGUN_AT_ONCE:
+        if self._left < self._most:
             self._expect_round()
 
 

@@ -69,6 +69,10 @@ _CURLS_DEFAULT = "application/x-www-form-urlencoded"
 _MAX_SHOWN = 60
 """Most characters of a header that an error message shows."""
 
+_MANY_PARTS = 256
+"""Chats of more messages and tool calls are rendered one at a time. Each that is rendered holds the interpreter's lock
+in turns with the event loop, and two of them and a body delayed it by up to 100 ms at a time."""
+
 _TAIL_CHARACTERS = 256
 """Length of the prompt's suffix that is searched for whether the template has opened the reasoning."""
 
@@ -255,7 +259,13 @@ async def prepare_chat(
     except ValueError as error:
         raise BadRequest(str(error), param="tool_choice") from error
     grammar = await compile_response_grammar(request, frontend, owner)
-    prompt, tail = await in_thread(jobs, request.chat_template, lambda: _check_chat(request, model, frontend))
+    num_parts = sum(1 + len(message.tool_calls or ()) for message in request.messages)
+    prompt, tail = await in_thread(
+        jobs,
+        request.chat_template,
+        lambda: _check_chat(request, model, frontend),
+        is_large=num_parts > _MANY_PARTS,
+    )
     grammar = await _grammar_with_tools(use, grammar, tail, model.answer_format, grammars)
     answer_format = model.answer_format
     if (limit := request.reasoning_limit) is not None:
@@ -272,9 +282,12 @@ async def prepare_chat(
     )
 
 
-async def in_thread(jobs: OwnerJobs, template: str | None, work: Callable[[], Result]) -> Result:
-    """Run `work` on a chat in a thread. `template` is the chat template in the request, if any."""
-    return await (jobs.text(work) if template is None else jobs.template(work))
+async def in_thread(
+    jobs: OwnerJobs, template: str | None, work: Callable[[], Result], *, is_large: bool = False
+) -> Result:
+    """Run `work` on a chat in a thread. `template` is the chat template in the request, if any; `is_large` as in
+    `OwnerJobs.text`."""
+    return await (jobs.text(work, is_large=is_large) if template is None else jobs.template(work))
 
 
 def _check_chat(request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend) -> tuple[CheckedPrompt, str]:

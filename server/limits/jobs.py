@@ -216,9 +216,10 @@ class OwnerJobs(NamedTuple):
         """Parse and validate a large request body."""
         return await self.pools.bodies.run(self.owner, work)
 
-    async def text(self, work: Callable[[], Result]) -> Result:
-        """Render, tokenise or write text."""
-        return await self.pools.texts.run(self.owner, work)
+    async def text(self, work: Callable[[], Result], *, is_large: bool = False) -> Result:
+        """Render, tokenise or write text. `is_large`: whether it computes in Python for long, as for very many
+        messages."""
+        return await (self.pools.large_texts if is_large else self.pools.texts).run(self.owner, work)
 
     async def template(self, work: Callable[[], Result]) -> Result:
         """Render a chat template that the request contains."""
@@ -237,6 +238,7 @@ class Jobs:
         # rests because it holds the lock for up to 50 ms at a time, and a probe needs the lock several times.
         self.bodies = FairPool("request bodies", 1, 64, accounts, rest=1.0)
         self.texts = FairPool("prompts", min(32, (os.cpu_count() or 1) + 2), 512, accounts)
+        self.large_texts = FairPool("prompts of many messages", 1, 64, accounts, rest=1.0)
         self.templates = FairPool("templates of requests", 2, 64, accounts)
         self.grammars = FairPool("grammar checks", NUM_GRAMMAR_CHECKS, 64, accounts)
         # One thread: each further one that reads lines would hold the interpreter lock in turn with the event loop.
@@ -249,7 +251,7 @@ class Jobs:
 
     def close(self) -> None:
         """Let each thread end when its job is done."""
-        for pool in (self.bodies, self.texts, self.templates, self.grammars, self.batches):
+        for pool in (self.bodies, self.texts, self.large_texts, self.templates, self.grammars, self.batches):
             pool.close()
 
 

@@ -92,7 +92,7 @@ async def prepare(
     is_short = turn.total_size() <= _QUICKLY_READ_BYTES
 
     async def run(work: Callable[[], Result]) -> Result:
-        return work() if is_short else await frontend.jobs.of(owner).text(work)
+        return work() if is_short else await frontend.jobs.of(owner).text(work, is_large=True)
 
     messages = await run(partial(to_messages, turn.context(), tools, open))
     instructions: list[Message] = []

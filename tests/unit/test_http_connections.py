@@ -372,6 +372,28 @@ async def test_few_requests_begin_in_a_round_in_turns_of_parties() -> None:
     assert not turns._waiting
 
 
+@run
+async def test_fewer_requests_begin_after_long_rounds_and_more_again_after_short_ones() -> None:
+    now = 0.0
+    turns, rounds, began = RequestTurns(lambda: now), 0, Counter[int]()
+
+    async def request() -> None:
+        nonlocal now
+        await turns.take("heavy")
+        began[rounds] += 1
+        if rounds < 20:
+            now += 0.005
+
+    tasks = [asyncio.create_task(request()) for _ in range(200)]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        rounds += 1
+    numbers = [began[each] for each in sorted(began)]
+    assert numbers[0] == 8
+    assert set(numbers[3:15]) <= {1, 2, 3}
+    assert numbers[-4:-1] == [8, 8, 8]
+
+
 class _NoTurns(RequestTurns):
     """Pretend that very many requests wait."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from server.limits.accounts import Accounts, has_room
-from server.limits.jobs import FairPool, TooManyJobs
+from server.limits.jobs import FairPool, Jobs, TooManyJobs
 from server.limits.owners import Owner
 
 LIGHT, HEAVY, OTHER = Owner.of_address("10.0.0.1"), Owner.of_address("10.0.0.2"), Owner.of_address("10.0.0.3")
@@ -254,3 +255,23 @@ def test_a_shared_queue_has_a_reserve_for_those_that_hold_little() -> None:
     assert room(1, 500, 50)
     assert not room(2, 500, 50)
     assert not room(0, 100, 2, amount=26)
+
+
+async def test_prompts_of_many_messages_are_rendered_one_at_a_time() -> None:
+    """Each thread that computes in Python delays the event loop's turn of the interpreter's lock."""
+    jobs, running, most = Jobs(Accounts()), 0, 0
+    together = threading.Barrier(2)
+
+    def render() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.002)
+        running -= 1
+
+    owners = (LIGHT, HEAVY, OTHER) * 3
+    await asyncio.gather(*(jobs.of(owner).text(render, is_large=True) for owner in owners))
+    assert most == 1
+    # Others are rendered side by side: these two end only if both run.
+    await asyncio.gather(*(jobs.of(owner).text(together.wait) for owner in (LIGHT, HEAVY)))
+    jobs.close()
