@@ -80,9 +80,9 @@ def alone(checkpoint: Path) -> Iterator[LLMEngine]:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path) -> Iterator[LLMEngine]:
-    """Two replicas, for tests that leave them alive. Steps have few tokens, so that prompts are computed in chunks,
-    and each step is launched before the previous one is read."""
-    with engine_of(checkpoint, 2, async_scheduling="on", **_IN_PARTS) as engine:
+    """Two replicas, which tests may kill; others are started. Steps have few tokens, so that prompts are computed in
+    chunks, and each step is launched before the previous one is read."""
+    with engine_of(checkpoint, 2, async_scheduling="on", max_core_restarts=100, **_IN_PARTS) as engine:
         yield engine
 
 
@@ -135,67 +135,60 @@ def test_idle_replicas_use_no_processor(two: LLMEngine) -> None:
     until_idle(processes)
 
 
-@pytest.fixture(scope="module")
-def mortal(checkpoint: Path) -> Iterator[LLMEngine]:
-    """Two replicas, which tests may kill; others are started."""
-    with engine_of(checkpoint, 2, max_core_restarts=100) as engine:
-        yield engine
-
-
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_requests_of_all_replicas_go_on_when_one_is_killed(
-    mortal: LLMEngine, alone: LLMEngine, victim: int, caplog: pytest.LogCaptureFixture
+    two: LLMEngine, alone: LLMEngine, victim: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = tokens(alone, PROMPTS, LONG)
-    before = mortal._core.pids
-    ids = mortal.add_request(PROMPTS, LONG)
-    until_begun(mortal)
+    before = two._core.pids
+    ids = two.add_request(PROMPTS, LONG)
+    until_begun(two)
     os.kill(before[victim], signal.SIGKILL)
-    assert [result["token_ids"] for result in mortal.collect(ids)] == expected
+    assert [result["token_ids"] for result in two.collect(ids)] == expected
     wait_gone(before)
     for pid in before:
-        until_replaced(mortal, pid)
-    assert tokens(mortal, PROMPTS, GREEDY) == [each[:24] for each in expected]
+        until_replaced(two, pid)
+    assert tokens(two, PROMPTS, GREEDY) == [each[:24] for each in expected]
     assert f"engine core {victim} was killed by SIGKILL; another is started" in caplog.text
     assert f"replica {victim} is gone, with which this one computes in lockstep" in caplog.text
 
 
 @pytest.mark.slow  # While they compute: the test above.
 def test_an_idle_replica_that_is_killed_takes_the_others_along_and_all_serve_again(
-    mortal: LLMEngine, alone: LLMEngine
+    two: LLMEngine, alone: LLMEngine
 ) -> None:
     expected = tokens(alone, PROMPTS[:2])
-    assert tokens(mortal, PROMPTS[:2]) == expected
-    before = mortal._core.pids
+    assert tokens(two, PROMPTS[:2]) == expected
+    before = two._core.pids
     os.kill(before[1], signal.SIGKILL)
     wait_gone(before)
-    assert tokens(mortal, PROMPTS[:2]) == expected
+    assert tokens(two, PROMPTS[:2]) == expected
 
 
 @pytest.mark.slow  # Independent replicas: test_data_parallel.py.
-def test_a_replica_that_is_killed_while_all_start_again_is_waited_for(mortal: LLMEngine, alone: LLMEngine) -> None:
+def test_a_replica_that_is_killed_while_all_start_again_is_waited_for(two: LLMEngine, alone: LLMEngine) -> None:
     """Replicas that wait for it learn that it will not answer, and connect to the next one."""
     expected = tokens(alone, PROMPTS[:2])
-    first = mortal._core.pids[0]
+    first = two._core.pids[0]
     os.kill(first, signal.SIGKILL)
-    ids = mortal.add_request(PROMPTS[:2], GREEDY)
+    ids = two.add_request(PROMPTS[:2], GREEDY)
     deadline = time.monotonic() + START_SECONDS
-    while mortal._core.pids[0] == first:
+    while two._core.pids[0] == first:
         assert time.monotonic() < deadline, "no other core was started"
-        mortal._core._wait(time.monotonic() + 0.1)
-    os.kill(mortal._core.pids[0], signal.SIGKILL)
-    assert [result["token_ids"] for result in mortal.collect(ids)] == expected
+        two._core._wait(time.monotonic() + 0.1)
+    os.kill(two._core.pids[0], signal.SIGKILL)
+    assert [result["token_ids"] for result in two.collect(ids)] == expected
 
 
 @pytest.mark.slow  # The parts of it: tests/unit/test_supervisor_stalls.py.
-def test_a_stopped_idle_replica_delays_others_for_a_bounded_time(mortal: LLMEngine, alone: LLMEngine) -> None:
+def test_a_stopped_idle_replica_delays_others_for_a_bounded_time(two: LLMEngine, alone: LLMEngine) -> None:
     expected = tokens(alone, PROMPTS[:1], LONG)
-    before = mortal._core.pids
-    ids = mortal.add_request(PROMPTS[:1], LONG)
-    (idle,) = (replica.number for replica in mortal._core._replicas if not replica.live)
+    before = two._core.pids
+    ids = two.add_request(PROMPTS[:1], LONG)
+    (idle,) = (replica.number for replica in two._core._replicas if not replica.live)
     os.kill(before[idle], signal.SIGSTOP)
-    assert [result["token_ids"] for result in mortal.collect(ids)] == expected
-    assert not set(before) & set(mortal._core.pids)
+    assert [result["token_ids"] for result in two.collect(ids)] == expected
+    assert not set(before) & set(two._core.pids)
 
 
 @pytest.mark.slow  # The parts of it: tests/unit/test_dp_engine_core.py.
@@ -272,6 +265,7 @@ def test_experts_that_cannot_be_spread_are_refused_in_a_sentence(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow  # The error message: tests/parity/test_expert_parallel.py.
 def test_a_model_without_experts_is_refused_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EngineDeadError, match=r"Qwen3ForCausalLM of .* has no experts; leave it out") as raised:
         LLMEngine(
