@@ -138,7 +138,7 @@ _SCHEDULING = (
         "is_end[1:] |= is_followed & (token_ids[:-1] != drafts)",
         "is_end[1:] = is_end[1:]",
         (
-            "parity/test_committed.py",
+            "parity/test_kv_cache_memory.py",
             "parity/test_speculative_decoding.py::test_drafts_change_nothing_that_is_answered",
         ),
     ),
@@ -1029,7 +1029,7 @@ _CONFIG = (
         "config/block-size-of-any-size",
         "if value != 1 and (value < 16 or value % 16):",
         "if value != 1 and value < 16:",
-        ("unit/test_settings.py", "unit/test_config_fields.py"),
+        ("unit/test_settings.py",),
     ),
     Mutation(
         "config/environment-wins-over-flags",

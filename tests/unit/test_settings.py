@@ -1,13 +1,24 @@
-"""Which value a setting gets, and the error messages for invalid values."""
+"""The settings: which value each gets, the error messages for invalid values, and their names outside Python."""
 
 import os
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from pydantic import ValidationError
 
-from engine.config.config import Config, SpeculativeConfig
-from engine.config.settings import _INSTEAD, _OTHER_NAMES, SETTINGS, Setting, SettingsError, instead_of, load_config
+from engine.config.config import Config, ParallelConfig, Section, SpeculativeConfig
+from engine.config.settings import (
+    _INSTEAD,
+    _OTHER_NAMES,
+    SETTINGS,
+    Setting,
+    SettingsError,
+    derive_settings,
+    instead_of,
+    load_config,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -228,3 +239,93 @@ def test_a_value_is_blamed_on_the_place_it_was_taken_from(monkeypatch: pytest.Mo
     monkeypatch.setenv("KAON_PORT", "70002")
     assert sentence("--config", str(yaml_file)).startswith("KAON_PORT is 70002;")
     assert load_config(["--config", str(yaml_file), "--port", "5"]).server_config.port == 5
+
+
+# -- the table of settings, from the fields of `Config` ----------------------------------------------------------
+
+
+def test_every_leaf_of_config_and_its_sections_is_a_setting_once() -> None:
+    names = [setting.name for setting in SETTINGS]
+    assert len(names) == len(set(names))
+    assert {"model", "max_num_seqs", "tensor_parallel_size", "port", "num_speculative_tokens"} <= set(names)
+    assert not {"server_config", "speculative_config"} & set(names)
+
+
+def test_flag_variable_and_yaml_key_follow_from_the_leafs_name() -> None:
+    setting = next(setting for setting in SETTINGS if setting.name == "max_num_seqs")
+    assert (setting.flag, setting.env, setting.path) == ("--max-num-seqs", "KAON_MAX_NUM_SEQS", ())
+
+
+def test_every_setting_reports_its_meaning() -> None:
+    assert [setting.name for setting in SETTINGS if not setting.meaning] == []
+
+
+def test_defaults_are_those_of_config_as_yaml_spells_them() -> None:
+    defaults = {setting.name: setting.default for setting in SETTINGS}
+    assert defaults["max_num_batched_tokens"] == str(Config().max_num_batched_tokens)
+    assert defaults["enable_prefix_caching"] == "true"
+    assert defaults["max_model_len"] is None
+    assert defaults["served_model_name"] is None
+    assert defaults["num_speculative_tokens"] == "off"
+    assert (defaults["speculative_method"], defaults["prompt_lookup_min"]) == ("ngram", "3")
+
+
+def test_types_are_reported_in_words() -> None:
+    types = {setting.name: setting.type_name for setting in SETTINGS}
+    assert types["model"] == "text"
+    assert types["max_model_len"] == "int"
+    assert types["dtype"] == "auto | float32 | bfloat16 | float16"
+    assert types["served_model_name"] == "text,..."
+    assert types["stop_token_ids"] == "int,..."
+
+
+def test_two_leaves_of_one_name_are_an_error_that_names_both_sections() -> None:
+    class Inner(Section):
+        """Inner."""
+
+        size: int = 1
+
+    class Outer(Section):
+        """Outer."""
+
+        size: Literal[1, 2] = 2
+        inner: Inner = Inner()
+
+    with pytest.raises(TypeError, match="size is a field of both Outer and Inner"):
+        derive_settings(Outer)
+
+
+# -- `Config.from_fields`: a section's fields may be given at the top level --------------------------------------
+
+
+def test_fields_of_sections_stand_beside_the_others() -> None:
+    config = Config.from_fields(max_num_seqs=3, tensor_parallel_size=2, rank_start_timeout=5.0, port=8123)
+    assert config.max_num_seqs == 3
+    assert config.parallel_config == ParallelConfig(tensor_parallel_size=2, rank_start_timeout=5.0)
+    assert config.server_config.port == 8123
+
+
+def test_a_section_may_be_given_whole() -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2)
+    assert Config.from_fields(parallel_config=parallel).parallel_config is parallel
+
+
+def test_a_section_and_a_field_of_it_are_not_given_together() -> None:
+    with pytest.raises(ValueError, match="parallel_config and its field tensor_parallel_size are both given"):
+        Config.from_fields(parallel_config=ParallelConfig(), tensor_parallel_size=2)
+
+
+def test_what_is_no_field_is_refused() -> None:
+    with pytest.raises(ValidationError, match="tensor_parallel\n"):
+        Config.from_fields(tensor_parallel=2)
+
+
+def test_replicas_do_not_publish_events_where_another_one_answers_replays() -> None:
+    given = {"kv_events_endpoint": "tcp://*:5557", "data_parallel_size": 2}
+    with pytest.raises(ValidationError, match="adds its number to both ports; let them lie 2 or more apart"):
+        Config.from_fields(**given, kv_events_replay_endpoint="tcp://*:5558")
+    Config.from_fields(**given, kv_events_replay_endpoint="tcp://*:5559")
+    # Events that are sent to a listener use no port of this host.
+    Config.from_fields(
+        **{**given, "kv_events_endpoint": "tcp://router:5557"}, kv_events_replay_endpoint="tcp://*:5558"
+    )

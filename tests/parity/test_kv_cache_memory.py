@@ -1,4 +1,4 @@
-"""Committed pages of a KV cache, before and while sequences use it."""
+"""The KV cache's memory on a CPU: zeroed, of every dtype, aligned, and committed a little ahead of its use."""
 
 import ctypes
 import mmap
@@ -83,3 +83,28 @@ def test_a_page_that_takes_longer_than_its_share_is_paid_off_by_later_steps(
     assert by_step[0] == 1
     assert by_step[1] == 1, "one at a time"
     assert steps * allowed - page_seconds <= by_step[-1] * page_seconds <= steps * allowed + page_seconds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_cache_is_zeroed_writable_and_aligned(dtype: torch.dtype) -> None:
+    cache = zeros((3, 2, 16, 8), dtype, torch.device("cpu"))
+    assert (tuple(cache.shape), cache.dtype) == ((3, 2, 16, 8), dtype)
+    assert cache.data_ptr() % 64 == 0
+    assert not cache.any()
+    cache[1, 0, 3] = 2.5
+    assert cache.sum().item() == 2.5 * 8
+
+
+def test_memory_is_taken_only_where_it_is_written() -> None:
+    cache = zeros((2**10, 2**10, 256), torch.float32, torch.device("cpu"))
+    assert resident(cache) < 2**24
+    cache[:16] = 1.0
+    assert 2**24 <= resident(cache) < 2**26
+
+
+@pytest.mark.parametrize("num_elements", [2**46, 2**100])
+def test_memory_that_the_system_refuses_is_an_error_that_names_the_fields(num_elements: int) -> None:
+    with pytest.raises(ValueError, match="lower cpu_kvcache_gib or num_kvcache_blocks"):
+        zeros((num_elements,), torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"lower max_num_seqs$"):
+        zeros((num_elements,), torch.float32, torch.device("cpu"), lower="max_num_seqs")
