@@ -34,7 +34,8 @@ _LAYER_KINDS = {"full_attention", "sliding_attention", *INDEXED_LAYERS}
 def weight_files(path: Path) -> list[Path]:
     """Return the checkpoint's safetensors files. Like in transformers, a single file takes precedence over an index.
 
-    Raises `CheckpointError` if there are none, or files that the index names are missing.
+    Raises `CheckpointError` if there are none, or files that the index names are missing or in another directory:
+    whoever may replace weights may read those of certain directories only.
     """
     if (path / _SINGLE_FILE).is_file():
         return [path / _SINGLE_FILE]
@@ -46,7 +47,12 @@ def weight_files(path: Path) -> list[Path]:
     weight_map = index.section("weight_map")
     if weight_map is None or not all(isinstance(name, str) for name in weight_map.values.values()):
         raise index.invalid("weight_map", "an object from tensor names to file names")
-    files = [path / name for name in sorted(set(weight_map.values.values()))]
+    names = sorted(set(weight_map.values.values()))
+    if elsewhere := [name for name in names if name != Path(name).name]:
+        raise CheckpointError(
+            f"weight_map of {path / _INDEX_FILE} names {some(elsewhere, 'file')}; it must name files of that directory"
+        )
+    files = [path / name for name in names]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise CheckpointError(f"{path} lacks {some(absent, 'file')}, which {_INDEX_FILE} names; download it again")

@@ -120,9 +120,7 @@ def _pattern(fields: Fields, name: str, *, fractions: bool) -> dict[str, float]:
     section = fields.section(name)
     if section is None:
         return {}
-    for key, value in section.values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float if fractions else int) or value <= 0:
-            raise section.invalid(key, "a number above 0" if fractions else "an integer above 0")
+    for key in section.values:
         try:
             _names_by(key)
         except SchemaError as error:
@@ -130,7 +128,7 @@ def _pattern(fields: Fields, name: str, *, fractions: bool) -> dict[str, float]:
             raise fields.invalid(
                 name, f"an object of regular expressions, and {key[:100]!r} is none that can be used ({reason})"
             ) from error
-    return dict(section.values)
+    return {key: section.number(key) if fractions else section.integer(key) for key in section.values}
 
 
 def _first_match(pattern: Mapping[str, object], module: str) -> str:

@@ -166,6 +166,14 @@ def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("name", ["../model.safetensors", "/model.safetensors", "sub/model.safetensors"])
+def test_an_index_that_names_a_file_elsewhere_is_refused(checkpoint: Path, name: str) -> None:
+    (checkpoint / WEIGHTS).rename(checkpoint.parent / WEIGHTS)
+    (checkpoint / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(CheckpointError, match="it must name files of that directory"):
+        load(checkpoint)
+
+
 @pytest.mark.parametrize("weight_map", [None, [], {"lm_head.weight": 3}])
 def test_an_index_without_file_names_is_refused(checkpoint: Path, weight_map: object) -> None:
     (checkpoint / WEIGHTS).unlink()

@@ -87,7 +87,13 @@ def test_an_adapter_of_some_layers_must_hold_no_particular_module(tmp_path: Path
         ({"r": 0}, "r of {file} is 0; it must be an integer from 1"),
         ({"r": ...}, "{file} has no r"),
         ({"lora_alpha": "16"}, 'lora_alpha of {file} is "16"; it must be a number above 0'),
-        ({"rank_pattern": {"q_proj": 1.5}}, "q_proj of rank_pattern of {file} is 1.5; it must be an integer above 0"),
+        (
+            {"rank_pattern": {"q_proj": 1.5}},
+            "q_proj of rank_pattern of {file} is 1.5; it must be an integer from 1 to",
+        ),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, "is NaN; it must be a number above 0"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "is Infinity; it must be a number above 0"),
+        ({"lora_alpha": float("nan")}, "is NaN; it must be a number above 0"),
         (
             {"alpha_pattern": {"q_proj": True}},
             "q_proj of alpha_pattern of {file} is true; it must be a number above 0",
