@@ -120,7 +120,7 @@ class KeySource:
                 "the keys of tokens cannot be fetched from %s (jwt_jwks_url): %s; the %d known ones stay, and it is "
                 "tried again in %g s",
                 self._url,
-                error,
+                str(error) or type(error).__name__,
                 len(self._keys),
                 self._pause,
             )

@@ -163,11 +163,11 @@ class OpenMessage(OpenItem):
         return self._writer.finish(b'%b%b,"logprobs":%b' % (self._delta, encode(text), encode(logprobs)))
 
     def so_far(self, status: ItemStatus) -> OutputItem:
-        content = [self.part()] if self._texts or status != "in_progress" else []
-        return MessageItem(id=self.id, role="assistant", content=[*content], status=status)
+        content = (self.part(),) if self._texts or status != "in_progress" else ()
+        return MessageItem(id=self.id, role="assistant", content=content, status=status)
 
     def part(self) -> OutputText:
-        return OutputText(self._text, [], list(self._logprobs))
+        return OutputText(self._text, (), tuple(self._logprobs))
 
     def done_fields(self) -> dict[str, object]:
         return {"text": self._text, "logprobs": self._logprobs}
@@ -186,7 +186,7 @@ class OpenReasoning(OpenItem):
         self._seal = seal
 
     def so_far(self, status: ItemStatus) -> ReasoningItem:
-        content = [self.part()] if self._texts or status != "in_progress" else []
+        content = (self.part(),) if self._texts or status != "in_progress" else ()
         return ReasoningItem(id=self.id, content=content, status=status)
 
     def whole(self, status: ItemStatus) -> OutputItem:

@@ -491,7 +491,7 @@ def _stored_item(
 ) -> Item:
     if isinstance(item, InputMessage):
         id = item.id or new_id("msg")
-        content = [_content(part, is_answer=item.role == "assistant") for part in item.content]
+        content = tuple(_content(part, is_answer=item.role == "assistant") for part in item.content)
         return MessageItem(id=id, role=item.role, content=content, status=item.status or "completed")
     if isinstance(item, InputFunctionCall):
         return FunctionCallItem(
@@ -515,8 +515,8 @@ def _stored_item(
         return CompactionItem(id=item.id or new_id("cmp"), encrypted_content=item.encrypted_content)
     return ReasoningItem(
         id=item.id or new_id("rs"),
-        summary=[SummaryText(each.text) for each in item.summary or ()],
-        content=[ReasoningText(each.text) for each in item.content or ()],
+        summary=tuple(SummaryText(each.text) for each in item.summary or ()),
+        content=tuple(ReasoningText(each.text) for each in item.content or ()),
         encrypted_content=item.encrypted_content,
     )
 
@@ -567,7 +567,7 @@ def _hosted_items(item: InputHostedItem) -> list[Item]:
         return [_hosted_output(call_id, fields.get("output"))]
     if item.type == "agent_message":
         text = _plain_text(fields.get("content"))
-        return [MessageItem(id=item.id or new_id("msg"), role="user", content=[InputText(text)])] if text else []
+        return [MessageItem(id=item.id or new_id("msg"), role="user", content=(InputText(text),))] if text else []
     if item.type not in _ARGUMENTS:
         return []
     name = fields.get("name")

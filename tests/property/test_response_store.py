@@ -119,7 +119,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _item(self, text: str, id: str | None) -> MessageItem:
         self._count += 1
-        return MessageItem(id=id or f"item{self._count}", role="user", content=[InputText(text)])
+        return MessageItem(id=id or f"item{self._count}", role="user", content=(InputText(text),))
 
 
 TestStore = StoreMachine.TestCase

@@ -1,5 +1,6 @@
 """A responses request becomes a chat request."""
 
+import gc
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
@@ -309,3 +310,19 @@ def test_a_compaction_is_its_summary_or_refused() -> None:
         with pytest.raises(BadRequest) as refused:
             to_messages(items_of({**item, "encrypted_content": blob}))
         assert refused.value.code == "invalid_encrypted_content"
+
+
+def test_the_collector_does_not_visit_stored_items() -> None:
+    """Each full collection would visit them, and hold the interpreter's lock meanwhile."""
+    given = [
+        {"type": "message", "role": "user", "content": "Hi"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+    ]
+    found = items_of(*given)
+    gc.collect()  # It excludes tuples whose members it does not visit.
+    assert not any(map(gc.is_tracked, found))
+    contents = [field for item in found for field in (getattr(item, "content", ()), *getattr(item, "content", ()))]
+    assert contents
+    assert not any(map(gc.is_tracked, contents))

@@ -16,7 +16,7 @@ from server.responses.store import EventLog, ResponseNotFound, StoredResponse, S
 from server.schemas.responses import InputText, MessageItem
 from tests.unit.responses_support import USAGE, renderer_of, types_of
 
-TURN = Turn(None, [MessageItem(id="msg_1", role="user", content=[InputText("Hi")])])
+TURN = Turn(None, [MessageItem(id="msg_1", role="user", content=(InputText("Hi"),))])
 
 
 class Run:

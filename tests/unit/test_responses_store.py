@@ -20,7 +20,7 @@ ME, YOU = Owner.of_key("me"), Owner.of_key("you")
 
 
 def message(id: str, text: str = "Hi") -> MessageItem:
-    return MessageItem(id=id, role="user", content=[InputText(text)])
+    return MessageItem(id=id, role="user", content=(InputText(text),))
 
 
 def turn_of(name: str, previous: Turn | None = None, text: str = "Hi") -> Turn:
@@ -62,7 +62,7 @@ class Uncompared(MessageItem):
 
 def test_items_of_one_id_are_removed_without_a_search() -> None:
     def turn(text: str) -> Turn:
-        return Turn(None, [Uncompared(id="same", role="user", content=[InputText(text)])])
+        return Turn(None, [Uncompared(id="same", role="user", content=(InputText(text),))])
 
     store = store_of(*(response(name, turn(name)) for name in "abc"))
     for name, left in (("c", "a"), ("a", "b")):
