@@ -194,8 +194,8 @@ class Metrics:
         PlatformCollector(registry=registry)
         Info("kaon_build", "Version of the server.", registry=registry).info({"version": version})
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, registry=registry)
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(name, text, registry=registry)
@@ -204,6 +204,8 @@ class Metrics:
             return Histogram(name, text, buckets=buckets, registry=registry)
 
         self._replicas = replica_metrics(registry, num_replicas)
+
+        # Tokens and times of requests.
         self._prompt_tokens = counter("kaon_prompt_tokens_total", "Prompt tokens of requests that were answered.")
         self._ttft = histogram("kaon_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_BUCKETS)
         self._tpot = histogram(
@@ -216,63 +218,53 @@ class Metrics:
         self._output_length = histogram(
             "kaon_request_output_tokens", "Tokens generated for a request that ended.", _LENGTH_BUCKETS
         )
-        self._http = Counter(
-            "kaon_http_requests_total",
-            "HTTP requests answered, by method, route and status; 499: the client left before the answer.",
-            ["method", "route", "status"],
-            registry=registry,
-        )
-        self._by_model = Counter(
-            "kaon_model_requests_total",
-            "Requests ended, by the model or adapter that computed them.",
-            ["model"],
-            registry=registry,
-        )
-        by_name = ["model"]
-        self._model_loads = Counter(
-            "kaon_model_loads_total", "Times that a model of several was loaded.", by_name, registry=registry
-        )
-        self._model_load_seconds = Counter(
-            "kaon_model_load_seconds_total", "Time that loading a model of several took.", by_name, registry=registry
-        )
-        self._model_evictions = Counter(
-            "kaon_model_evictions_total",
-            "Times that a model was unloaded to make room for another.",
-            by_name,
-            registry=registry,
-        )
         self._duration = histogram("kaon_request_duration_seconds", "Arrival to last token.", _LATENCY_BUCKETS)
         self._queue_time = histogram("kaon_request_queue_seconds", "Waiting for the first step.", SHORT_BUCKETS)
-        self._received = counter("kaon_requests_received_total", "Requests received.")
-        rejected = Counter(
-            "kaon_requests_rejected_total", "Requests refused, by reason.", ["reason"], registry=registry
+
+        # Numbers of requests.
+        self._http = counter(
+            "kaon_http_requests_total",
+            "HTTP requests answered, by method, route and status; 499: the client left before the answer.",
+            *("method", "route", "status"),
         )
+        self._by_model = counter(
+            "kaon_model_requests_total", "Requests ended, by the model or adapter that computed them.", "model"
+        )
+        self._received = counter("kaon_requests_received_total", "Requests received.")
+        rejected = counter("kaon_requests_rejected_total", "Requests refused, by reason.", "reason")
         self._rejected = {reason: rejected.labels(reason) for reason in REJECT_REASONS}
-        finished = Counter("kaon_requests_finished_total", "Requests ended, by reason.", ["reason"], registry=registry)
+        finished = counter("kaon_requests_finished_total", "Requests ended, by reason.", "reason")
         self._finished = {reason: finished.labels(reason) for reason in FINISH_REASONS}
         self._live: list[Callable[[], int]] = []
         gauge("kaon_requests_live", "Requests admitted that have not ended.").set_function(
             lambda: sum(count() for count in self._live)
         )
-        slow_readers = Counter(
-            "kaon_slow_readers_total",
-            "Streams whose client read too slowly, by the action taken.",
-            ["action"],
-            registry=registry,
+
+        # Clients and the log.
+        slow_readers = counter(
+            "kaon_slow_readers_total", "Streams whose client read too slowly, by the action taken.", "action"
         )
+        self._slow_readers = {action: slow_readers.labels(action) for action in ("pause", "end")}
+        self._open_connections = gauge("kaon_connections_open", "Connections of clients that are open.")
+        closed = counter(
+            "kaon_connections_closed_total",
+            "Connections refused or closed for lack of room or because of their client, by reason.",
+            "reason",
+        )
+        self._closed_connections = {reason: closed.labels(reason) for reason in CLOSE_REASONS}
         self._dropped_log_lines = counter(
             "kaon_log_lines_dropped_total", "Lines of the API process' log dropped because the log was not read."
         )
         self._seen_dropped_log_lines = 0
-        self._open_connections = gauge("kaon_connections_open", "Connections of clients that are open.")
-        closed = Counter(
-            "kaon_connections_closed_total",
-            "Connections refused or closed for lack of room or because of their client, by reason.",
-            ["reason"],
-            registry=registry,
+
+        # Several models, and adapters.
+        self._model_loads = counter("kaon_model_loads_total", "Times that a model of several was loaded.", "model")
+        self._model_load_seconds = counter(
+            "kaon_model_load_seconds_total", "Time that loading a model of several took.", "model"
         )
-        self._closed_connections = {reason: closed.labels(reason) for reason in CLOSE_REASONS}
-        self._slow_readers = {action: slow_readers.labels(action) for action in ("pause", "end")}
+        self._model_evictions = counter(
+            "kaon_model_evictions_total", "Times that a model was unloaded to make room for another.", "model"
+        )
         self._adapters: list[Callable[[], Sequence[str]]] = []
         registry.register(_AdapterCollector(self._adapter_names))
         self._aliases: CollectorRegistry | None = None
@@ -281,18 +273,18 @@ class Metrics:
             self._aliases.register(_VllmAliases(registry, aliases_for, self._adapter_names))
 
     def step(self, stats: SchedulerStats, generated_tokens: int, replica: int = 0) -> None:
-        """An engine step ended, and generated so many tokens. The samples are updated at the next scrape."""
+        """Record an engine step that generated `generated_tokens` tokens. Samples are updated at the next scrape."""
         self._replicas[replica].step(stats, generated_tokens)
 
     def core_restarted(self, resumed: int, replica: int = 0, *, died: bool = True) -> None:
-        """A new core is ready, whose counts begin at 0, and which continues so many requests.
+        """Record that a new core is ready; its counts begin at 0, and it continues `resumed` requests.
 
-        `died`: whether it replaces one that died, and not one that was ended to give its memory back.
+        `died`: whether it replaces a core that died, and not one that was ended to free its memory.
         """
         self._replicas[replica].core_restarted(resumed, died=died)
 
     def requests_moved(self, resumed: int, replica: int) -> None:
-        """A replica continues so many requests of another one."""
+        """Record that a replica continues `resumed` requests of another one."""
         self._replicas[replica].requests_moved(resumed)
 
     def show_engine(
