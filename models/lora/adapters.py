@@ -80,6 +80,8 @@ class Adapter(NamedTuple):
         experts = {name: products.pop(name) for name in list(products) if _layer_name(name) in layers}
         _require_all(products, config, targets, file, experts)
         _require_stacks(experts, config, layers, file)
+        for module in products:
+            config.scale_of(module)  # Found here once, by the thread that reads, and not between two steps.
         return cls(config, file, products, experts)
 
 

@@ -4,8 +4,8 @@ As in PEFT, LoRA (Hu et al. 2021) scales by alpha / r, and rank-stabilised LoRA 
 alpha / sqrt(r).
 """
 
-import functools
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,13 @@ _UNSUPPORTED = {
 _CHANGES_BASE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that change the base weights, so that the adapter fits only the changed base weights."""
 
+_NAME = re.compile(r"[\w.]+")
+"""Keys of patterns that are names. A dot of theirs would match any character, and there is a dot in modules' names."""
+_MOST_EXPRESSIONS = 128
+"""Most other keys, which are regular expressions: PEFT's own examples have a few, and each module may have a name."""
+_LONGEST_EXPRESSION = 500
+"""Most characters of a regular expression, so that all together take bounded memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoRAConfig:
@@ -45,9 +52,9 @@ class LoRAConfig:
     """Names or name endings of modules, or one regular expression that matches whole names."""
     target_parameters: tuple[str, ...] = ()
     """Names or name endings of stacks of experts."""
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    """Overrides of rank and alpha, by a regular expression that matches a module's name or its ending."""
+    rank_pattern: "Overrides" = field(default_factory=lambda: Overrides({}))
+    alpha_pattern: "Overrides" = field(default_factory=lambda: Overrides({}))
+    """Overrides of rank and alpha by the names of modules."""
     some_layers_only: bool = False
     """Whether the adapter omits modules that `target_modules` names."""
 
@@ -68,18 +75,18 @@ class LoRAConfig:
             rank_stabilized=fields.boolean("use_rslora", False),
             target_modules=_target_modules(fields),
             target_parameters=fields.strings("target_parameters"),
-            rank_pattern={key: int(value) for key, value in _pattern(fields, "rank_pattern", fractions=False).items()},
-            alpha_pattern=_pattern(fields, "alpha_pattern", fractions=True),
+            rank_pattern=_overrides(fields, "rank_pattern", fractions=False),
+            alpha_pattern=_overrides(fields, "alpha_pattern", fractions=True),
             some_layers_only=any(fields.values.get(name) for name in ("layers_to_transform", "exclude_modules")),
         )
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, by its checkpoint name."""
-        return self.rank_pattern.get(_first_match(self.rank_pattern, module), self.rank)
+        return int(self.rank_pattern.of(module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """Return the factor of the module's low-rank product."""
-        alpha = self.alpha_pattern.get(_first_match(self.alpha_pattern, module), self.alpha)
+        alpha = self.alpha_pattern.of(module, self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
@@ -116,39 +123,62 @@ def _target_modules(fields: Fields) -> tuple[str, ...] | str:
     return value if isinstance(value, str) else fields.strings("target_modules")
 
 
-def _pattern(fields: Fields, name: str, *, fractions: bool) -> dict[str, float]:
+def _overrides(fields: Fields, name: str, *, fractions: bool) -> "Overrides":
     section = fields.section(name)
     if section is None:
-        return {}
-    for key in section.values:
-        try:
-            _names_by(key)
-        except SchemaError as error:
-            reason = str(error).splitlines()[-1].strip().removeprefix("error: ").removeprefix("SchemaError: ")
-            raise fields.invalid(
-                name, f"an object of regular expressions, and {key[:100]!r} is none that can be used ({reason})"
-            ) from error
-    return {key: section.number(key) if fractions else section.integer(key) for key in section.values}
-
-
-def _first_match(pattern: Mapping[str, object], module: str) -> str:
-    """Return the first expression that matches the name or its ending after a dot, else the empty string."""
-    return next((key for key in pattern if _matches(key, module)), "")
-
-
-@functools.lru_cache(1024)
-def _names_by(expression: str) -> TypeAdapter[str]:
-    """Return what accepts the names that `expression` matches, whole or after a dot. Raises `SchemaError`.
-
-    pydantic's expressions (Rust's) take time linear in the name and bounded memory: adapters come from anywhere, and
-    `re` can take hours for an expression such as `(a+)+b`, in which no other thread of the engine runs.
-    """
-    return TypeAdapter(Annotated[str, Field(pattern=rf"^(?:.*\.)?(?:{expression})$")])
-
-
-def _matches(expression: str, module: str) -> bool:
+        return Overrides({})
     try:
-        _names_by(expression).validate_python(module)
+        return Overrides({key: section.number(key) if fractions else section.integer(key) for key in section.values})
+    except ValueError as error:
+        raise fields.invalid(name, f"an object of names or regular expressions, but {error}") from error
+
+
+class Overrides:
+    """Values by names of modules, or by regular expressions that match a name, whole or after a dot.
+
+    Adapters come from anywhere, and `re` can take hours for an expression such as `(a+)+b`, in which no other thread
+    of the engine runs. pydantic's expressions (Rust's) take time linear in the name; their number and size are
+    bounded.
+    """
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        """Raises `ValueError` for an expression that cannot be used."""
+        self._values = list(values.values())
+        self._names = {key: index for index, key in enumerate(values) if _NAME.fullmatch(key)}
+        others = [(index, key) for index, key in enumerate(values) if key not in self._names]
+        if len(others) > _MOST_EXPRESSIONS:
+            raise ValueError(f"{len(others)} of its keys are regular expressions; {_MOST_EXPRESSIONS} are the most")
+        self._expressions = [(index, _names_by(key)) for index, key in others]
+        self._found: dict[str, int | None] = {}
+
+    def of(self, module: str, default: float) -> float:
+        """Return the value of the first key that matches the module's name or an ending of it after a dot."""
+        if module not in self._found:
+            parts = module.split(".")
+            ends = (".".join(parts[start:]) for start in range(len(parts)))
+            indexes = [self._names[end] for end in ends if end in self._names]
+            indexes += [index for index, names in self._expressions if _matches(names, module)]
+            self._found[module] = min(indexes, default=None)
+        index = self._found[module]
+        return default if index is None else self._values[index]
+
+
+def _names_by(expression: str) -> TypeAdapter[str]:
+    """Return what accepts the names that `expression` matches. Raises `ValueError`."""
+    if len(expression) > _LONGEST_EXPRESSION or "{" in expression:
+        raise ValueError(
+            f"{expression[:100]!r} counts repetitions or has more than {_LONGEST_EXPRESSION} characters; simplify it"
+        )
+    try:
+        return TypeAdapter(Annotated[str, Field(pattern=rf"^(?:.*\.)?(?:{expression})$")])
+    except SchemaError as error:
+        reason = str(error).splitlines()[-1].strip().removeprefix("error: ")
+        raise ValueError(f"{expression!r} is none that can be used ({reason})") from error
+
+
+def _matches(names: TypeAdapter[str], module: str) -> bool:
+    try:
+        names.validate_python(module)
     except ValidationError:
         return False
     return True

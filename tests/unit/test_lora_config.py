@@ -48,13 +48,24 @@ def test_patterns_match_the_end_of_a_name_and_the_first_of_them_counts(tmp_path:
 
 
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-@pytest.mark.parametrize("expression", ["(?:[a-z._0-9]+)+[!?]", "(a|a)*b|(.*.*)*[q]{9}", "((q|q_)*(r|[^x])*)*Z"])
+@pytest.mark.parametrize("expression", ["(?:[a-z._0-9]+)+[!?]", "(a|a)*b|(.*.*)*[q]Q", "((q|q_)*(r|[^x])*)*Z"])
 def test_an_expression_that_backtracks_without_end_in_other_libraries_ends_here(
     expression: str, field: str, tmp_path: Path
 ) -> None:
     config = parse(tmp_path, **{field: {expression: 2}})
     long = "model." + "layers.0.self_attn.q_proj" * 4
     assert (config.rank_of(long), config.scale_of(long)) == (8, 2.0)
+
+
+def test_each_of_many_modules_may_have_a_value_and_the_first_key_that_matches_counts(tmp_path: Path) -> None:
+    ranks = {f"model.layers.{number}.self_attn.q_proj": 1 + number % 7 for number in range(20_000)}
+    config = parse(tmp_path, rank_pattern={**ranks, "(q|k)_proj": 50, "k_proj": 51, "self_attn.k_proj": 52})
+    assert config.rank_of("model.layers.19999.self_attn.q_proj") == ranks["model.layers.19999.self_attn.q_proj"]
+    assert config.rank_of("model.layers.20000.self_attn.q_proj") == 50
+    assert config.rank_of("model.layers.0.self_attn.k_proj") == 50
+    assert config.rank_of("model.layers.0.self_attn.o_proj") == 8
+    own = parse(tmp_path, rank_pattern={"k_proj": 51, "self_attn.k_proj": 52, "(q|k)_proj": 50})
+    assert own.rank_of("model.layers.0.self_attn.k_proj") == 51
 
 
 def test_targets_are_whole_parts_of_names(tmp_path: Path) -> None:
@@ -100,7 +111,12 @@ def test_an_adapter_of_some_layers_must_hold_no_particular_module(tmp_path: Path
         ),
         ({"rank_pattern": {"(": 2}}, "'(' is none that can be used (unclosed group)"),
         ({"rank_pattern": {"a)|(b(": 2}}, "is none"),
-        ({"alpha_pattern": {"a{999999999}": 2}}, "is none that can be used (Compiled regex exceeds size"),
+        (
+            {"alpha_pattern": {"a{999999999}": 2}},
+            "'a{{999999999}}' counts repetitions or has more than 500 characters",
+        ),
+        ({"alpha_pattern": {"(a)" * 200: 2}}, "counts repetitions or has more than 500 characters"),
+        ({"rank_pattern": {f"(a){number}": 2 for number in range(129)}}, "129 of its keys are regular expressions"),
         ({"rank_pattern": {"(?=a)b": 2}}, "(look-around, including look-ahead and look-behind, is not supported)"),
         ({"target_modules": 3}, "target_modules of {file} is 3; it must be a list of strings"),
     ],
