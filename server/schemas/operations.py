@@ -10,7 +10,7 @@ from server.schemas.body import RequestModel, sentence
 
 def _printable(name: str) -> str:
     if not name.isprintable():
-        raise sentence("lora_name has a line break or another character that cannot be shown; leave it out")
+        raise sentence("has a line break or another character that cannot be shown; leave it out")
     return name
 
 

@@ -9,6 +9,7 @@ from server.errors import BadRequest, BodyTooLarge
 from server.request_builder import read_body
 from server.schemas.body import parse_object, validate
 from server.schemas.chat import ChatCompletionRequest
+from server.schemas.operations import UnloadAdapterRequest
 
 
 @pytest.mark.parametrize(
@@ -143,3 +144,8 @@ def test_arguments_of_calls_hold_few_lists_and_objects_together() -> None:
         chat('{"an unpaired quote: ', *[many] * 100)
     assert len(chat(*[many] * 50).messages) == 50
     assert len(chat(*[json.dumps({"a": "[" * 1000})] * 100).messages) == 100
+
+
+def test_a_name_with_a_line_break_is_refused_in_a_sentence() -> None:
+    with pytest.raises(BadRequest, match=r"^lora_name has a line break or another character that cannot be shown; "):
+        validate({"lora_name": "a\nb"}, UnloadAdapterRequest, allow_unknown=False)
