@@ -70,8 +70,8 @@ _MAX_SHOWN = 60
 """Most characters of a header that an error message shows."""
 
 _MANY_PARTS = 256
-"""Chats of more messages and tool calls are rendered one at a time. Each that is rendered holds the interpreter's lock
-in turns with the event loop, and two of them and a body delayed it by up to 100 ms at a time."""
+"""Chats of more messages and tool calls have few threads of their own: each that is rendered takes the interpreter's
+lock in turns with the event loop."""
 
 _TAIL_CHARACTERS = 256
 """Length of the prompt's suffix that is searched for whether the template has opened the reasoning."""

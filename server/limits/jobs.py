@@ -238,7 +238,8 @@ class Jobs:
         # rests because it holds the lock for up to 50 ms at a time, and a probe needs the lock several times.
         self.bodies = FairPool("request bodies", 1, 64, accounts, rest=1.0)
         self.texts = FairPool("prompts", min(32, (os.cpu_count() or 1) + 2), 512, accounts)
-        self.large_texts = FairPool("prompts of many messages", 1, 64, accounts, rest=1.0)
+        # Few threads, since Python in each delays the event loop; more on large machines, since tokenising does not.
+        self.large_texts = FairPool("prompts of many messages", max(1, (os.cpu_count() or 1) // 8), 512, accounts)
         self.templates = FairPool("templates of requests", 2, 64, accounts)
         self.grammars = FairPool("grammar checks", NUM_GRAMMAR_CHECKS, 64, accounts)
         # One thread: each further one that reads lines would hold the interpreter lock in turn with the event loop.

@@ -257,8 +257,11 @@ def test_a_shared_queue_has_a_reserve_for_those_that_hold_little() -> None:
     assert not room(0, 100, 2, amount=26)
 
 
-async def test_prompts_of_many_messages_are_rendered_one_at_a_time() -> None:
+async def test_on_two_cores_prompts_of_many_messages_are_rendered_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each thread that computes in Python delays the event loop's turn of the interpreter's lock."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     jobs, running, most = Jobs(Accounts()), 0, 0
     together = threading.Barrier(2)
 
