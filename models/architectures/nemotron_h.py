@@ -21,6 +21,7 @@ from models.config.fields import Fields
 from models.layers.linear import ColumnParallelLinear
 from models.layers.mamba2 import Mamba2Mixer, Mamba2Options, Mamba2Shape
 from models.layers.moe import ExpertNames, FusedMoE
+from models.layers.parameter import WeightPart
 from models.layers.routing import GroupedRouter, experts_per_token, groups_of_experts
 from models.ops.activation import activate
 from models.ops.scale import scale
@@ -60,6 +61,19 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     return activate(x, RELU_SQUARED)
 
 
+class _PartialProjection(ColumnParallelLinear):
+    """A whole projection of each rank's partial sum, whose results are summed over the ranks with one bias."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self._is_first = parallel.rank == 0
+
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, part: WeightPart) -> None:
+        if parameter is self.bias and not self._is_first:
+            loaded = torch.zeros_like(loaded)
+        super()._load(parameter, loaded, part)
+
+
 class NemotronHExperts(nn.Module):
     """Routed experts, which may read and write a smaller latent vector, and a shared expert."""
 
@@ -91,13 +105,18 @@ class NemotronHExperts(nn.Module):
             config,
             parallel,
             intermediate_size=fields.integer("moe_shared_expert_intermediate_size"),
-            reduces=latent is not None,
+            reduces=False,
         )
+        self.parallel = parallel
         self.fc1_latent_proj: ColumnParallelLinear | None = None
-        self.fc2_latent_proj: ColumnParallelLinear | None = None
+        self.fc2_latent_proj: _PartialProjection | None = None
         if latent is not None:  # Replicated, since each rank's shard of an expert reads the whole latent vector.
             self.fc1_latent_proj = ColumnParallelLinear(config.hidden_size, latent, bias=config.mlp_bias)
-            self.fc2_latent_proj = ColumnParallelLinear(latent, config.hidden_size, bias=config.mlp_bias)
+            self.fc2_latent_proj = _PartialProjection(
+                latent, config.hidden_size, bias=config.mlp_bias, parallel=parallel
+            )
+            # The projection is linear, so the ranks' sum comes after it, once for routed and shared experts.
+            self.experts.reduces = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""
@@ -106,7 +125,7 @@ class NemotronHExperts(nn.Module):
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
             return self.experts(hidden, weights, ids, shared)  # type: ignore[no-any-return]
         routed = self.experts(self.fc1_latent_proj(hidden), weights, ids)
-        return scale(self.fc2_latent_proj(routed), 1.0, shared)
+        return self.parallel.all_reduce(scale(self.fc2_latent_proj(routed), 1.0, shared))
 
 
 def _complete(fields: Fields) -> Fields:

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,13 +31,41 @@ SUMS_OF_A_LAYER = {
 """Sums per layer if they are not two: one of attention, and one of the feed-forward layer with shared experts."""
 
 
-def num_sums(variant: Variant, num_layers: int) -> int:
-    """Sums over ranks of a step: the embedding's, and those of each layer."""
+SUMS_OF_HYBRIDS = {
+    "Lfm2MoeForCausalLM": (2, 0),
+    "KimiLinearForCausalLM": (2, 0),
+    "GraniteMoeHybridForCausalLM": (2, 0),
+    # Recurrent layers normalise over the channels of all ranks, or make their steps and keys of them.
+    "MiniMaxForCausalLM": (2, 1),
+    "JambaForCausalLM": (2, 1),
+    # A layer is a mixer or a feed-forward layer.
+    "NemotronHForCausalLM": (1, 0),
+}
+"""Of hybrid mixtures: sums per layer, and those of a recurrent layer in addition, apart from its groups' norms."""
+
+
+def num_sums(variant: Variant, num_layers: int, size: int) -> int:
+    """Sums over `size` ranks of a step: the embedding's, and those of each layer."""
     fields = {**variant.family.defaults, **variant.overrides}
+    if variant.architecture in SUMS_OF_HYBRIDS:
+        a_layer, recurrent = SUMS_OF_HYBRIDS[variant.architecture]
+        # The channels that are normalised together are those of a group, which several ranks may share.
+        num_groups = 1 if variant.architecture.startswith("Granite") else size
+        recurrent += fields.get("mamba_n_groups", fields.get("n_groups", num_groups)) % size > 0
+        return 1 + a_layer * num_layers + recurrent * num_recurrent(fields, num_layers)
     a_layer = 1 if fields.get("use_parallel_residual") else SUMS_OF_A_LAYER.get(variant.architecture, 2)
     # Gemma 4 has experts next to a dense network, and a second embedding.
     a_layer += bool(fields.get("enable_moe_block"))
     return 1 + bool(fields.get("hidden_size_per_layer_input")) + a_layer * num_layers
+
+
+def num_recurrent(fields: dict[str, Any], num_layers: int) -> int:
+    """Layers that keep a state instead of keys and values."""
+    if "attn_layer_period" in fields:
+        attends = range(fields["attn_layer_offset"], num_layers, fields["attn_layer_period"])
+        return num_layers - len(attends)
+    kinds: list[str] = fields.get("layer_types") or fields.get("layers_block_type") or []
+    return kinds.count("linear_attention")
 
 
 KIND = "DeepseekV3ForCausalLM"
@@ -95,8 +124,18 @@ def test_ranks_in_one_process_give_the_tokens_of_transformers(variant: Variant, 
     assert isinstance(collectives, ThreadCollectives)
     collectives.num_sums = 0
     at_once([partial(model.step, [(Row(PROMPTS[0]), 7)]) for model in models])
-    if variant.architecture not in HYBRIDS:
-        assert collectives.num_sums == num_sums(variant, models[0].config.num_hidden_layers)
+    if variant.architecture not in HYBRIDS or variant.architecture in SUMS_OF_HYBRIDS:
+        assert collectives.num_sums == num_sums(variant, models[0].config.num_hidden_layers, size)
+
+
+def test_every_mixture_s_sums_are_counted() -> None:
+    mixtures = {each.architecture for each in VARIANTS if each.architecture in HYBRIDS and _has_experts(each)}
+    assert mixtures <= SUMS_OF_HYBRIDS.keys()
+
+
+def _has_experts(variant: Variant) -> bool:
+    fields = {**variant.family.defaults, **variant.overrides}
+    return any(fields.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
 
 
 class Fusing(ThreadCollectives):
