@@ -598,6 +598,23 @@ class TestAttention:
         (whole,) = run_steps([q], [k], [v], [[(0, 0, n)]], options, 16)
         assert torch.equal(found, whole)
 
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "dim"), [(16, 8, 128), (12, 4, 72), (8, 8, 80), (48, 16, 64), (6, 2, 96), (12, 12, 40)]
+    )
+    @pytest.mark.parametrize("window", [None, 100])
+    def test_decodes_of_several_sequences_equal_their_prompts(
+        self, heads: int, kv_heads: int, dim: int, window: int | None
+    ) -> None:
+        lengths, options = (5, 16, 70, 257, 300, 1100), AttentionOptions(dim**-0.5, window)
+        q = [bf16(n, heads, dim, seed=n) for n in lengths]
+        k, v = ([bf16(n, kv_heads, dim, seed=n + seed) for n in lengths] for seed in (1, 2))
+        before = [(row, 0, n - 1) for row, n in enumerate(lengths)]
+        decodes = [(row, n - 1, n) for row, n in enumerate(lengths)]
+        found = run_steps(q, k, v, [before, decodes], options, 16)
+        whole = run_steps(q, k, v, [[(row, 0, n) for row, n in enumerate(lengths)]], options, 16)
+        for one, other in zip(found, whole, strict=True):
+            assert torch.equal(one, other)
+
     def test_a_query_is_attended_to_the_same_beside_queries_that_see_less(self) -> None:
         """Large scores: a rounding that depends on the batch would change the output."""
         n, options = 300, AttentionOptions(1.0, 100)

@@ -102,19 +102,75 @@ CLONES static void gather(const struct units *values, int64_t dim, bf16 *tiles, 
     }
 }
 
-/* Query and head of a column. */
-static inline int64_t query_of(const struct task *task, int64_t column) { return task->start + column / task->group; }
-static inline int64_t head_of(const struct task *task, int64_t column) {
-    return task->kv_head * task->group + column % task->group;
+/* A tile's first column among those of its KV head. With several of these, each has one tile. */
+static inline int64_t first_of(const struct task *task, int64_t tile) {
+    return task->kv_heads > 1 ? 0 : task->first_column + tile * LANES;
 }
 
-static void stage_queries(const struct task *task, const struct attention_products *products, int64_t first,
-                          int64_t count, char *staged) {
+/* Query and head of a column. */
+static inline int64_t query_of(const struct task *task, int64_t tile, int64_t lane) {
+    return task->start + (first_of(task, tile) + lane) / task->group;
+}
+static inline int64_t head_of(const struct task *task, int64_t tile, int64_t lane) {
+    int64_t kv_head = task->kv_head + (task->kv_heads > 1 ? tile : 0);
+    return kv_head * task->group + (first_of(task, tile) + lane) % task->group;
+}
+
+static char *queries_of(const struct task *task, const struct attention_products *products, int64_t tile) {
+    return task->queries + tile * LANES * query_size(task->op->dim) * products->bytes;
+}
+
+static void stage_queries(const struct task *task, const struct attention_products *products, int64_t tile) {
+    const struct attention *op = task->op;
     const bf16 *columns[LANES] = {NULL};
-    for (int64_t lane = 0; lane < count; lane++)
-        columns[lane] = task->op->q + query_of(task, first + lane) * task->op->q_stride +
-                        head_of(task, first + lane) * task->op->dim;
-    products->turn(columns, task->op->dim, staged);
+    for (int64_t lane = 0; lane < task->columns[tile].count; lane++)
+        columns[lane] = op->q + query_of(task, tile, lane) * op->q_stride + head_of(task, tile, lane) * op->dim;
+    products->turn(columns, op->dim, queries_of(task, products, tile));
+}
+
+#define SPANS_IN_TURN 2 /* by one head, then by the next: four blocks, each of which is read in order */
+
+/* The same units of a later head: a block has its heads one after the other. */
+static struct units units_of(const struct units *of_first, int64_t apart) {
+    struct units made;
+    for (int unit = 0; unit < UNITS; unit++) made.at[unit] = of_first->at[unit] ? of_first->at[unit] + apart : NULL;
+    return made;
+}
+
+/* Multiply the few columns of each of several KV heads by the keys of a step. The scores and the weights of some heads
+ * are side by side in a tile. */
+static void take_heads(const struct task *task, const struct attention_products *products, int64_t first_key,
+                       const struct units *keys, const struct units *values, struct fetches *ahead, struct room *room) {
+    const struct attention *op = task->op;
+    const struct columns *columns = task->columns;
+    struct spans all = in_sight(first_key, task->least, task->past), some;
+    struct fetches none = {.units = 0};
+    float *scores[MOST_HEADS];
+    bf16 *weights[MOST_HEADS];
+    struct units keys_of[MOST_HEADS];
+    struct values values_of[MOST_HEADS];
+    for (int64_t head = 0; head < task->kv_heads; head++) {
+        int64_t tile = head / HEADS_OF_TILE, column = head % HEADS_OF_TILE * FEW_COLUMNS;
+        struct units own = units_of(values, head * UNIT * op->value_dim);
+        scores[head] = room->scores[tile][0] + column;
+        weights[head] = (bf16 *)room->weights + tile * KEYS * LANES + column * SPAN;
+        keys_of[head] = units_of(keys, head * UNIT * op->dim);
+        values_of[head] = values_in_place(&own, op->value_dim);
+    }
+    for (some.from = all.from; some.from < all.past; some.from = some.past) {
+        some.past = (int)min64(some.from + SPANS_IN_TURN, all.past);
+        for (int64_t head = 0; head < task->kv_heads; head++)
+            products->score(&keys_of[head], some, queries_of(task, products, head), columns, 1, op->dim,
+                            (float(*)[KEYS][LANES])scores[head], ahead);
+    }
+    for (int64_t head = 0; head < task->kv_heads; head++)
+        products->weigh(op, columns, first_key, all, (float(*)[LANES])scores[head], &task->split[head], weights[head],
+                        &none);
+    for (some.from = all.from; some.from < all.past; some.from = some.past) {
+        some.past = (int)min64(some.from + SPANS_IN_TURN, all.past);
+        for (int64_t head = 0; head < task->kv_heads; head++)
+            products->add(&values_of[head], some, weights[head], columns, 1, op->value_dim, &task->split[head], ahead);
+    }
 }
 
 /* Multiply every column of a task by the keys of a step. */
@@ -122,6 +178,10 @@ static void take_step(const struct task *task, const struct attention_products *
                       const struct units *keys, const struct units *values, struct fetches *ahead,
                       struct room *room) {
     int64_t dim = task->op->dim, value_dim = task->op->value_dim;
+    if (task->kv_heads > 1) {
+        take_heads(task, products, first_key, keys, values, ahead, room);
+        return;
+    }
     /* The few columns of a decode read values from the cache itself. */
     int is_gathered = task->tiles > products->tiles_in_place;
     struct values from = is_gathered ? values_of_tiles(room->values, values, value_dim) : values_in_place(values, value_dim);
@@ -129,8 +189,7 @@ static void take_step(const struct task *task, const struct attention_products *
         int tiles = (int)min64(PAIR, task->tiles - tile);
         const struct columns *columns = &task->columns[tile];
         struct spans spans = in_sight(first_key, columns[0].least, min64(task->past, columns[tiles - 1].past));
-        products->score(keys, spans, task->queries + tile * LANES * query_size(dim) * products->bytes, columns, tiles, dim,
-                        room->scores, ahead);
+        products->score(keys, spans, queries_of(task, products, tile), columns, tiles, dim, room->scores, ahead);
         for (int i = 0; i < tiles; i++)
             products->weigh(task->op, &columns[i], first_key, spans, room->scores[i], &task->split[tile + i],
                             (char *)room->weights + i * KEYS * LANES * products->bytes, ahead);
@@ -146,10 +205,8 @@ static void place_columns(struct task *task, const struct attention_products *pr
     task->all = &room->all[place], task->split = &room->split[place];
     task->queries = (char *)room->queries + place * LANES * query_size(op->dim) * products->bytes;
     for (int64_t tile = 0; tile < task->tiles; tile++) {
-        int64_t first = task->first_column + tile * LANES;
-        task->columns[tile] = see(op, first, task->query_len * task->group, context, task->group);
-        stage_queries(task, products, first, task->columns[tile].count,
-                      task->queries + tile * LANES * query_size(op->dim) * products->bytes);
+        task->columns[tile] = see(op, first_of(task, tile), task->query_len * task->group, context, task->group);
+        stage_queries(task, products, tile);
     }
     task->least = task->columns[0].least, task->past = task->columns[task->tiles - 1].past;
 }
@@ -179,8 +236,8 @@ static void finish(const struct task *task) {
     for (int64_t tile = 0; tile < task->tiles; tile++) {
         if (task->past % SPLIT) merge(&task->all[tile], &task->split[tile], task->columns[tile].count, op->value_dim);
         for (int64_t lane = 0; lane < task->columns[tile].count; lane++) {
-            int64_t column = task->first_column + tile * LANES + lane, head = head_of(task, column);
-            bf16 *out = op->out + query_of(task, column) * op->out_stride + head * op->value_dim;
+            int64_t head = head_of(task, tile, lane);
+            bf16 *out = op->out + query_of(task, tile, lane) * op->out_stride + head * op->value_dim;
             write_out(op, &task->all[tile], lane, head, out);
         }
     }
@@ -222,7 +279,8 @@ static void attend_together(struct task *task, const struct step *step, struct w
     task->past = shared;
     begin_tiles(task);
     meet_keys(task, products, 0, NULL, &ahead, room);
-    struct task own = {.op = task->op, .kv_head = task->kv_head, .group = task->group, .query_len = 1, .tiles = 1};
+    struct task own = {
+        .op = task->op, .kv_head = task->kv_head, .group = task->group, .kv_heads = 1, .query_len = 1, .tiles = 1};
     for (int64_t i = 0; i < rows; i++) {
         own.blocks = step->block_tables + (row + i) * step->max_blocks, own.start = task->start + i;
         place_columns(&own, products, step->seq_lens[row + i] - 1, room, TILES);
@@ -238,11 +296,12 @@ static void attend_together(struct task *task, const struct step *step, struct w
 }
 
 /* Tasks: for each row, or rows that share their first keys, and for each KV head, whose keys then stay in the cache,
- * some columns. The keys of a thread's next task are prefetched meanwhile. The task is taken early if many are left;
- * for the last tasks, which another thread may take first, it is the one that this thread gets if all take turns. */
+ * some columns; or a row's only token and several KV heads. The keys of a thread's next task are prefetched meanwhile.
+ * The task is taken early if many are left; for the last tasks, which another thread may take first, it is the one that
+ * this thread gets if all take turns. */
 void attention(const void *arguments, const struct step *step, struct worker *worker) {
     const struct attention *op = arguments;
-    struct cursor at = {0}, later_at = {0};
+    struct cursor at = {.heads = heads_together(op, step, worker)}, later_at = at;
     struct task tasks[2], *task = &tasks[0], *next = &tasks[1];
     struct ahead ahead = {.task = NULL};
     prepare_tiles(worker->isa);

@@ -28,6 +28,8 @@ static inline const bf16 *vector_at(const struct paged *pages, const int32_t *bl
            (number - block * pages->page_tokens / pages->rate) * dim;
 }
 
+#define FEW_COLUMNS 4 /* of a KV head: as many as a decoded token has, or more */
+
 #define AT_ONCE 4   /* lines */
 
 /* The keys and values of a later step that are still to be prefetched. Computation issues a few prefetches at a time:
@@ -35,14 +37,14 @@ static inline const bf16 *vector_at(const struct paged *pages, const int32_t *bl
  * so that the processor's own prefetcher, which continues within each page that it sees read in order, reads all these
  * pages at once. */
 struct fetches {
-    const char *at[2 * UNITS]; /* padded with the last one to a multiple of AT_ONCE */
+    const char *at[2 * UNITS]; /* after the last, it is repeated up to a multiple of AT_ONCE */
     int first, unit, units;    /* first of the group taken in turn; unit of the next line; number of units */
     int64_t done, bytes;       /* prefetched of each unit of the group; size of a unit */
     int together;              /* units of a group */
     struct fetches *then;      /* of the step after that one, or NULL */
 };
 
-/* Prefetch `lines` more lines, a multiple of AT_ONCE. */
+/* Prefetch `lines` more lines, or up to AT_ONCE - 1 more. */
 static inline void fetch_lines(struct fetches *ahead, int lines) {
     while (lines > 0 && ahead) {
         if (ahead->first == ahead->units) {
@@ -51,7 +53,8 @@ static inline void fetch_lines(struct fetches *ahead, int lines) {
         }
         for (int i = 0; i < AT_ONCE; i++) __builtin_prefetch(ahead->at[ahead->unit + i] + ahead->done, 0, 2);
         int past = ahead->first + ahead->together < ahead->units ? ahead->first + ahead->together : ahead->units;
-        ahead->unit += AT_ONCE, lines -= AT_ONCE;
+        int some = past - ahead->unit < AT_ONCE ? past - ahead->unit : AT_ONCE;
+        ahead->unit += some, lines -= some;
         if (ahead->unit < past) continue;
         ahead->unit = ahead->first, ahead->done += LINE;
         if (ahead->done == ahead->bytes) ahead->done = 0, ahead->first = ahead->unit = past;
@@ -121,6 +124,7 @@ struct attention_products {
     score_keys *score;
     weigh_keys *weigh;
     add_values *add;
+    int has_few; /* whether a tile of up to FEW_COLUMNS columns, without a soft cap, leaves its other lanes unchanged */
 };
 
 const struct attention_products *attention_products(enum isa isa);

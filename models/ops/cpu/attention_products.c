@@ -108,17 +108,42 @@ AVX512_BF16 static void score_two(const bf16 *keys, const bf16 *queries, int64_t
     score_vectors(keys, queries, PAIR, dim, scores, key);
 }
 
-#define FEW 4       /* columns of a token that is decoded, or fewer */
+#define FEW FEW_COLUMNS
 #define UNITS_OF_FEW 4 /* units at once: with one, each product waits for the previous one */
 
-/* 32 elements of a unit's keys, of which those from the pair `first` on are used. */
-AVX512_BF16 INLINE void score_depth(const bf16 *keys, const bf16 *queries, int columns, int64_t dim, int first,
-                                    __m512 sums[FEW]) {
-    __m512i pairs[UNIT];
-    for (int key = 0; key < UNIT; key++) pairs[key] = _mm512_loadu_si512(keys + key * dim);
-    transpose(pairs);
-#pragma GCC unroll 16
-    for (int pair = first; pair < DEPTH / 2; pair++)
+#define PART 16 /* elements of a key at a time: with 32, registers would not hold the pairs and the sums of all units */
+
+/* Pairs of 16 elements of a unit's keys, [8][16 keys]. */
+AVX512_BF16 INLINE void turn_part(const bf16 *keys, int64_t dim, __m512i pairs[PART / 2]) {
+    __m512i two[8], quarter[2][4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        const bf16 *key = keys + (i / 4 * 8 + i % 4) * dim;
+        two[i] = _mm512_castsi256_si512(_mm256_loadu_si256((const void *)key));
+        two[i] = _mm512_inserti64x4(two[i], _mm256_loadu_si256((const void *)(key + 4 * dim)), 1);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        quarter[0][i] = _mm512_shuffle_i32x4(two[i], two[i + 4], 0x88);
+        quarter[1][i] = _mm512_shuffle_i32x4(two[i], two[i + 4], 0xdd);
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++, pairs += 4) {
+        const __m512i *q = quarter[half];
+        __m512i low0 = _mm512_unpacklo_epi32(q[0], q[1]), high0 = _mm512_unpackhi_epi32(q[0], q[1]);
+        __m512i low1 = _mm512_unpacklo_epi32(q[2], q[3]), high1 = _mm512_unpackhi_epi32(q[2], q[3]);
+        pairs[0] = _mm512_unpacklo_epi64(low0, low1), pairs[1] = _mm512_unpackhi_epi64(low0, low1);
+        pairs[2] = _mm512_unpacklo_epi64(high0, high1), pairs[3] = _mm512_unpackhi_epi64(high0, high1);
+    }
+}
+
+/* 16 elements of a unit's keys, of which those from the pair `first` on are used. */
+AVX512_BF16 INLINE void score_part(const bf16 *keys, const bf16 *queries, int columns, int64_t dim, int first,
+                                   __m512 sums[FEW]) {
+    __m512i pairs[PART / 2];
+    turn_part(keys, dim, pairs);
+#pragma GCC unroll 8
+    for (int pair = first; pair < PART / 2; pair++)
 #pragma GCC unroll 4
         for (int column = 0; column < columns; column++) {
             int both;
@@ -150,17 +175,17 @@ AVX512_BF16 INLINE void score_few(const bf16 *const *keys, int units, const bf16
     __m512 sums[UNITS_OF_FEW][FEW];
     for (int unit = 0; unit < units; unit++)
         for (int column = 0; column < FEW; column++) sums[unit][column] = _mm512_setzero_ps();
-    for (int64_t i = 0; i + DEPTH <= dim; i += DEPTH, queries += LANES * DEPTH)
+    int64_t skipped = query_size(dim) - dim; /* before the queries' last elements */
+    for (int64_t i = 0; i + PART <= dim; i += PART) {
+        const bf16 *part = queries + (i + (i < dim / DEPTH * DEPTH ? 0 : skipped)) * LANES;
+#pragma GCC unroll 4
         for (int unit = 0; unit < units; unit++) {
-            fetch_lines(ahead, OF_SCORE);
-            score_depth(keys[unit] + i, queries, columns, dim, 0, sums[unit]);
+            fetch_lines(ahead, OF_SCORE / 2);
+            score_part(keys[unit] + i, part, columns, dim, 0, sums[unit]);
         }
-    int first = (int)(query_size(dim) - dim) / 2;
-    for (int unit = 0; first > 0 && unit < units; unit++) {
-        fetch_lines(ahead, OF_SCORE);
-        if (first == DEPTH / 4) score_depth(keys[unit] + dim - DEPTH, queries, columns, dim, DEPTH / 4, sums[unit]);
-        else score_depth(keys[unit] + dim - DEPTH, queries, columns, dim, first, sums[unit]);
     }
+    for (int unit = 0; dim % PART && unit < units; unit++)
+        score_part(keys[unit] + dim - PART, queries + (dim - PART + skipped) * LANES, columns, dim, PART / 4, sums[unit]);
     for (int unit = 0; unit < units; unit++) put_few(sums[unit], scores + unit * UNIT);
 }
 
@@ -218,9 +243,9 @@ AVX512_BF16 INLINE void add_block(const struct values *values, int64_t offset, s
         if (!values->at[unit]) continue;
         const bf16 *from = values->at[unit] + offset;
         const bf16 *w = weights + unit / 2 * LANES * SPAN + unit % 2 * UNIT;
-        fetch_lines(ahead, OF_ADD);
 #pragma GCC unroll 8
-        for (int pair = 0; pair < UNIT / 2; pair++, from += values->pair_stride)
+        for (int pair = 0; pair < UNIT / 2; pair++, from += values->pair_stride) {
+            if (pair % (OF_ADD / blocks) == 0) fetch_lines(ahead, OF_ADD); /* as many as are read */
 #pragma GCC unroll 8
             for (int b = 0; b < blocks; b++) {
                 __m512bh v = (__m512bh)_mm512_loadu_si512(from + b * values->block_stride);
@@ -231,6 +256,7 @@ AVX512_BF16 INLINE void add_block(const struct values *values, int64_t offset, s
                     s[c][b] = _mm512_dpbf16_ps(s[c][b], (__m512bh)_mm512_set1_epi32(both), v);
                 }
             }
+        }
     }
     for (int c = 0; c < count; c++)
         for (int b = 0; b < blocks; b++) _mm512_storeu_ps(sums + c * stride + b * LANES, s[c][b]);
@@ -437,7 +463,7 @@ AVX512_BF16 static void weigh_avx512(const struct attention *op, const struct co
     fade_sums(op, by, fades, seen->sums);
 }
 
-static const struct attention_products pairs = {sizeof(bf16), 1, turn_avx512, score_pairs, weigh_avx512, add_pairs};
+static const struct attention_products pairs = {sizeof(bf16), 1, turn_avx512, score_pairs, weigh_avx512, add_pairs, 1};
 
 /* ---- AMX ---- */
 
@@ -552,7 +578,7 @@ AMX static void add_amx(const struct values *from, struct spans spans, const voi
     }
 }
 
-static const struct attention_products amx = {sizeof(bf16), PAIR, turn_avx512, score_amx, weigh_avx512, add_amx};
+static const struct attention_products amx = {sizeof(bf16), PAIR, turn_avx512, score_amx, weigh_avx512, add_amx, 0};
 #endif
 
 const struct attention_products *attention_products(enum isa isa) {

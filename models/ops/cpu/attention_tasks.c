@@ -5,6 +5,7 @@
 
 #define TOGETHER 16    /* units whose lines are prefetched in turn */
 #define FEW_TOGETHER 4 /* the same on Zen 5: with 16 one core read 18 GB/s instead of 25 */
+#define LINES_AHEAD 512 /* of several heads, from the reads to the prefetches: with 256 a fifth slower */
 
 static int64_t first_key_of(const struct attention *op, int64_t position) {
     if (op->window == 0) return 0;
@@ -55,11 +56,28 @@ static int64_t count_together(const struct attention *op, const struct step *ste
     return rows;
 }
 
+static int is_decode(const struct step *step, int64_t row) {
+    return step->query_starts[row + 1] - step->query_starts[row] == 1;
+}
+
+/* A block's heads are adjacent in memory, and AMD's processors read fastest in order. But no task may take longer than
+ * a thread's share of all of them. */
+int64_t heads_together(const struct attention *op, const struct step *step, const struct worker *worker) {
+    int64_t total = 0, longest = 0, heads = MOST_HEADS;
+    if (!reads_one_stream() || !attention_products(worker->isa)->has_few || op->heads > FEW_COLUMNS * op->kv_heads ||
+        op->soft_cap > 0 || op->selected || op->block_size != UNIT)
+        return 1;
+    for (int64_t row = 0; row < step->num_rows; row++)
+        if (is_decode(step, row)) total += step->seq_lens[row], longest = max64(longest, step->seq_lens[row]);
+    while (heads > 1 && (op->kv_heads % heads || heads * longest * worker->threads > total * op->kv_heads)) heads /= 2;
+    return heads;
+}
+
 int reach_task(const struct attention *op, const struct step *step, int threads, long number, struct cursor *at) {
     int64_t group = op->heads / op->kv_heads;
     while (number >= at->before + at->of_row) {
         at->before += at->of_row, at->row += at->rows;
-        at->of_row = at->rows = 0;
+        at->of_row = at->rows = 0, at->kv_heads = 1;
         if (at->row == step->num_rows) return 0;
         at->rows = op->selected ? 1 : count_together(op, step, at->row, threads, &at->shared);
         if (op->selected) {
@@ -67,7 +85,8 @@ int reach_task(const struct attention *op, const struct step *step, int threads,
             continue;
         }
         at->tiles = parts((step->query_starts[at->row + 1] - step->query_starts[at->row]) * group, LANES);
-        at->of_row = (at->rows > 1 ? 1 : parts(at->tiles, TILES)) * op->kv_heads;
+        if (at->rows == 1 && is_decode(step, at->row)) at->kv_heads = at->heads;
+        at->of_row = (at->rows > 1 ? 1 : parts(at->tiles, TILES)) * op->kv_heads / at->kv_heads;
     }
     return 1;
 }
@@ -77,7 +96,7 @@ static void find_selected(const struct attention *op, const struct step *step, i
                           struct task *task) {
     int64_t tokens = at->of_row / op->kv_heads, token = index % tokens, count = 0;
     int64_t group = op->heads / op->kv_heads, position = step->seq_lens[at->row] - tokens + token;
-    *task = (struct task){.op = op, .group = group, .row = at->row, .rows = 1, .query_len = 1};
+    *task = (struct task){.op = op, .group = group, .kv_heads = 1, .row = at->row, .rows = 1, .query_len = 1};
     task->kv_head = index / tokens, task->start = step->query_starts[at->row] + token;
     task->blocks = step->block_tables + at->row * step->max_blocks;
     task->selected = op->selected + (task->start * op->kv_heads + task->kv_head) * op->top_k;
@@ -95,19 +114,22 @@ int find_task(const struct attention *op, const struct step *step, int threads, 
     }
     task->selected = NULL;
     int64_t group = op->heads / op->kv_heads;
-    int64_t of_head = at->of_row / op->kv_heads, first_tile = (number - at->before) % of_head * TILES;
+    int64_t of_head = at->of_row / (op->kv_heads / at->kv_heads), first_tile = (number - at->before) % of_head * TILES;
     task->op = op, task->group = group, task->row = at->row, task->rows = at->rows, task->shared = at->shared;
-    task->kv_head = (number - at->before) / of_head;
+    task->kv_head = (number - at->before) / of_head * at->kv_heads, task->kv_heads = at->kv_heads;
     task->blocks = step->block_tables + at->row * step->max_blocks;
     task->start = step->query_starts[at->row], task->query_len = step->query_starts[at->row + 1] - task->start;
     task->context = step->seq_lens[at->row] - task->query_len;
     task->first_column = first_tile * LANES, task->tiles = min64(TILES, at->tiles - first_tile);
+    if (task->kv_heads > 1) task->tiles = task->kv_heads;
     /* The part of it that is prefetched first. */
     task->least = 0, task->past = task->shared;
     if (task->rows > 1) return 1;
     int64_t columns = task->query_len * group;
     struct columns first = see(op, task->first_column, columns, task->context, group);
-    struct columns last = see(op, task->first_column + (task->tiles - 1) * LANES, columns, task->context, group);
+    struct columns last = first;
+    if (task->tiles > 1 && task->kv_heads == 1)
+        last = see(op, task->first_column + (task->tiles - 1) * LANES, columns, task->context, group);
     task->least = first.least, task->past = last.past;
     return 1;
 }
@@ -126,14 +148,15 @@ void locate(const struct task *task, int64_t first_key, struct units *keys, stru
 }
 
 /* Units of keys and of values, alternating, up to the smaller number of both. */
-static struct fetches to_fetch(const struct attention *op, const struct units *keys, const struct units *values) {
-    struct fetches made = {.bytes = UNIT * min64(op->dim, op->value_dim) * (int64_t)sizeof(bf16),
-                           .together = fetches_far() ? FEW_TOGETHER : TOGETHER};
+static struct fetches to_fetch(const struct task *task, const struct units *keys, const struct units *values) {
+    int64_t dim = min64(task->op->dim, task->op->value_dim);
+    struct fetches made = {.bytes = task->kv_heads * UNIT * dim * (int64_t)sizeof(bf16),
+                           .together = task->kv_heads > 1 || fetches_far() ? FEW_TOGETHER : TOGETHER};
     for (int unit = 0; unit < UNITS; unit++)
         if (keys->at[unit]) made.at[made.units++] = (const char *)keys->at[unit];
     for (int unit = 0; unit < UNITS; unit++)
         if (values->at[unit]) made.at[made.units++] = (const char *)values->at[unit];
-    for (; made.units % AT_ONCE; made.units++) made.at[made.units] = made.at[made.units - 1];
+    for (int unit = made.units; unit % AT_ONCE; unit++) made.at[unit] = made.at[unit - 1];
     return made;
 }
 
@@ -147,11 +170,19 @@ static struct fetches look_on(struct ahead *ahead, const struct task *after) {
     struct units keys, values;
     locate(ahead->task, ahead->first_key, &keys, &values);
     ahead->first_key += KEYS;
-    return to_fetch(ahead->task->op, &keys, &values);
+    return to_fetch(ahead->task, &keys, &values);
 }
 
 void begin_task(struct ahead *ahead, const struct task *task, int64_t first_key) {
-    if (ahead->task != task) *ahead = (struct ahead){.task = task, .first_key = first_key + KEYS};
+    if (ahead->task == task) return;
+    *ahead = (struct ahead){.task = task, .first_key = first_key};
+    if (task->kv_heads == 1) {
+        ahead->first_key += KEYS;
+        return;
+    }
+    /* Several heads of a step would fill the second cache: they are fetched a few lines before they are read. */
+    ahead->soon = look_on(ahead, NULL);
+    fetch_lines(&ahead->soon, LINES_AHEAD);
 }
 
 void look_further(struct ahead *ahead, const struct task *after) {

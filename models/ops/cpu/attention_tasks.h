@@ -7,10 +7,15 @@
 
 #define TILES 16 /* of columns that are multiplied by keys while these are in the cache */
 
-/* Some columns of one row, or of rows that share their first keys, and one KV head. */
+#define HEADS_OF_TILE (LANES / FEW_COLUMNS)
+#define MOST_HEADS (PAIR * HEADS_OF_TILE) /* KV heads of a decode's task: as many as scores and weights have room for */
+
+/* Some columns of one row, or of rows that share their first keys, and one KV head; or a row's only token and several KV
+ * heads. */
 struct task {
     const struct attention *op;
     int64_t kv_head, group;    /* query heads that share it */
+    int64_t kv_heads;          /* from that one on, of a task that takes several: see `heads_together` */
     const int32_t *blocks;     /* of the row */
     int64_t start, query_len;  /* its tokens in the step */
     int64_t context;           /* and before it */
@@ -25,9 +30,14 @@ struct task {
 
 /* A thread's position in the list of tasks. With selected blocks a task is one token and KV head. */
 struct cursor {
+    int64_t heads;                /* KV heads of a decode's task */
     int64_t row, rows, shared;    /* as of a task */
     int64_t before, of_row, tiles; /* tasks before the row's, and of it; tiles of its columns */
+    int64_t kv_heads;              /* of each of its tasks */
 };
+
+/* Number of KV heads of a decode that one task takes. */
+int64_t heads_together(const struct attention *op, const struct step *step, const struct worker *worker);
 
 /* Move to the row of the task with that number, which is not before the current one; returns 0 if there are fewer. */
 int reach_task(const struct attention *op, const struct step *step, int threads, long number, struct cursor *at);
