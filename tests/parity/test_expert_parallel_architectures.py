@@ -20,8 +20,8 @@ from tests.parity.variants import Variant, all_variants
 
 NUM_TOKENS = 12
 PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6)]
-SHORT = {("MixtralForCausalLM", 2, 1), ("DeepseekV3ForCausalLM", 1, 2)}
-"""For real processes: keys and values over ranks; latents, and experts that all tokens share, over replicas."""
+SHORT = {("MixtralForCausalLM", 2, 1)}
+"""For real processes. Replicas that are processes: tests/e2e/test_expert_parallel.py."""
 _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
