@@ -576,7 +576,7 @@ class Scheduler:
             seq.num_placeholder += step.most_tokens(seq) if verified else 1
         for seq in partial:
             seq.num_placeholder -= 1
-        if self.use_spec and (verified or not self.drafts.is_paused):
+        if self.use_spec and (verified or not self.drafts.pause_left):
             for seq, count in zip(seqs, batch.num_next_drafts or [0] * len(seqs), strict=True):
                 seq.spec_token_ids = [UNREAD_DRAFT] * count if drafts_on_device else []
         self._submitted.append(step)
@@ -730,7 +730,7 @@ class Scheduler:
             outputs.append(output)
         if fwd_output.vectors:
             outputs += self._take_vectors(seqs, fwd_output.vectors, now, finished)
-        if self.use_spec and (verified or fwd_output.draft_token_ids or not self.drafts.is_paused):
+        if self.use_spec and (verified or fwd_output.draft_token_ids or not self.drafts.pause_left):
             computed = {seq_id for step in self._submitted for seq_id in step.batch.req_ids}
             if without_token := self.drafts.take(seqs, fwd_output, verified, computed):
                 self.retract(without_token)

@@ -62,9 +62,14 @@ class Drafts:
         """Whether the step being scheduled has drafts."""
         self._suspended_steps = 0
         """Remaining steps for which no drafts are made."""
-        self._pause_left, self._pause_length, self._paused_rows = 0, 0, 0
-        """Remaining steps of a pause, its initial length, and the number of rows for which it is valid. In a pause
-        nothing is drafted, planned or stored, so that a step takes as long as without a drafter."""
+        self.pause_left = 0
+        """Remaining steps of a pause, in which nothing is drafted, planned or stored, so that a step takes as long as
+        without a drafter: `take` need not be called for a step without drafts."""
+        self._pause_length, self._paused_rows = 0, 0
+        """The pause's initial length, and the number of rows for which it is valid."""
+        self._is_stopped, self._stopped_seconds = False, [0.0, 0.0]
+        """Whether drafting is stopped in this pause, and the duration of the pause's steps that `NetGain` has not
+        counted: those without prompts, and those with prompts."""
         self._match_lengths: tuple[int, int] | None = None
         """The fewest tokens that must match in a lookup, and the most compared; None if the runner drafts."""
         if speculative is not None and getattr(speculative, "speculative_method", None) == "ngram":
@@ -84,11 +89,6 @@ class Drafts:
         """Number of positions after a step's tokens at which a drafter stores keys and values."""
         return self.max_drafts if self._drafts_by_model else 0
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether nothing is drafted for some steps, so that `take` need not be called for a step without drafts."""
-        return self._pause_left > 0
-
     def begin_step(self) -> None:
         """Begin to schedule a step, which has no drafts yet."""
         self._has_proposed = False
@@ -102,10 +102,15 @@ class Drafts:
         """
         if not self.are_on or not seqs:
             return
-        if self._pause_left and len(seqs) == self._paused_rows:
-            self._pause_left -= 1
+        if self.pause_left and len(seqs) == self._paused_rows:
+            self.pause_left -= 1
             return
-        num_steps = 1 + self._pause_length - self._pause_left
+        num_steps = 1 + self._pause_length - self.pause_left
+        if self._is_stopped:
+            for has_prompts, seconds in enumerate(self._stopped_seconds):
+                if self.plan.net_gain.is_stopped:
+                    self.plan.net_gain.note(seconds, 0.0, has_prompts=bool(has_prompts))
+            self._stopped_seconds = [0.0, 0.0]
         room = max(0, min(budget, self._max_sampled) - len(seqs))
         self.plan.plan(seqs, room, num_steps)
         is_suspended = self._suspended_steps > 0
@@ -122,14 +127,15 @@ class Drafts:
             for seq in seqs:
                 seq.spec_token_ids = []
         self._shorten(seqs, room)
-        self._pause_left = self._pause_length = 0 if self._has_proposed else self.plan.num_unplanned
-        if self._pause_left:
+        self.pause_left = self._pause_length = 0 if self._has_proposed else self.plan.num_unplanned
+        if self.pause_left:
             self._draft_seconds, self._num_accepted = 0.0, 0
+        self._is_stopped = self.plan.net_gain.is_stopped
         self._paused_rows = len(seqs)
 
     def is_idle(self, seqs: Rows[Sequence]) -> bool:
         """Whether these sequences have no drafts for the next step or for the one after it."""
-        if self._pause_left:
+        if self.pause_left:
             return True
         if any(seq.spec_token_ids for seq in seqs):
             return False
@@ -137,7 +143,7 @@ class Drafts:
 
     def tokens_per_row(self, seqs: Rows[Sequence]) -> float:
         """The mean number of tokens per sequence in the next step, before `propose`."""
-        if not self.are_on or not seqs or self._pause_left:
+        if not self.are_on or not seqs or self.pause_left:
             return 1.0
         if self._drafts_by_model:
             return 1.0 + sum(len(seq.spec_token_ids) for seq in seqs) / len(seqs)
@@ -151,11 +157,13 @@ class Drafts:
         """
         if not self._drafts_by_model:
             return None
+        if self.pause_left % _MEASURED_EVERY and not self._suspended_steps:
+            return []
         # With drafts, a step is scheduled only after the previous one is read, and scheduling takes longer.
         self._schedule_seconds = time.perf_counter() - self._began
         if self._suspended_steps:
             return [0] * len(seqs)
-        if self._pause_left or not self.plan.is_keeping:
+        if self.pause_left or not self.plan.is_keeping:
             return []
         if not is_current:
             return [0] * len(seqs)
@@ -168,7 +176,7 @@ class Drafts:
         """As `num_next`, for the prompts of an interposed step, whose sequences draft from their next step on."""
         if not self._drafts_by_model:
             return None
-        return [] if self._pause_left or not self.plan.is_keeping else [0] * num_rows
+        return [] if self.pause_left or not self.plan.is_keeping else [0] * num_rows
 
     def _next_limit(self, seq: Sequence) -> int:
         return self._limit(seq, seq.num_useful_drafts - 1)
@@ -212,7 +220,7 @@ class Drafts:
         """Whether no model drafts after this step or the next one is read."""
         if not self._drafts_by_model:
             return True
-        return self._pause_left > 0 and not (batch.scheduled_spec_decode_tokens or any(batch.num_next_drafts))
+        return self.pause_left > 0 and not (batch.scheduled_spec_decode_tokens or any(batch.num_next_drafts))
 
     def take(
         self,
@@ -270,8 +278,13 @@ class Drafts:
         """
         if not self.are_on:
             return
+        if self.pause_left:
+            if self._is_stopped:
+                self._stopped_seconds[batch.total_seqs_num_prefill > 0] += seconds
+            if self.pause_left % _MEASURED_EVERY:
+                return
         has_drafted = drafts_on_device and any(batch.num_next_drafts)
-        if self.plan.net_gain.is_stopped or not self._pause_left:
+        if not self.pause_left:
             self.plan.note_gain(
                 batch,
                 seconds,
@@ -280,8 +293,6 @@ class Drafts:
                 has_drafted=has_drafted,
                 are_prompts_left=are_prompts_left,
             )
-        if self._pause_left % _MEASURED_EVERY:
-            return
         if batch.total_seqs_num_decode and not batch.total_seqs_num_prefill:
             seconds += self._schedule_seconds - self._draft_seconds
             is_kept = self._drafts_by_model and bool(batch.num_next_drafts) and not any(batch.num_next_drafts)

@@ -104,6 +104,26 @@ def test_while_drafts_do_not_pay_a_change_of_rows_ends_a_pause_without_plans(mon
     assert planned[num_plans:] == [1 + num_paused], "the steps of the pause count"
 
 
+def test_the_time_of_paused_steps_counts_towards_the_end_of_a_stop() -> None:
+    mine, seqs = drafts(speculative_method="eagle"), running(2)
+    gain = mine.plan.net_gain
+    while not gain.is_stopped:
+        gain.note(1.0, -1.0, has_prompts=True)
+    left = gain._left
+    for prompts, seconds in ((0, 1.0), (1, 3.0)):
+        for _ in range(10):
+            assert proposed(mine, seqs) == [[], []]
+            batch: Any = SimpleNamespace(total_seqs_num_prefill=prompts, total_seqs_num_decode=2, total_tokens_num=2)
+            batch.num_next_drafts, batch.scheduled_spec_decode_tokens = [], {}
+            mine.note_duration(batch, seconds)
+    assert mine.pause_left > 0
+    proposed(mine, seqs[:1])
+    assert gain._left == pytest.approx(left - 10 * 8 * 1.0 - 10 * 3.0), "steps without prompts count eightfold"
+    mine.note_duration(batch, left)
+    proposed(mine, seqs)
+    assert not gain.is_stopped
+
+
 def scheduler(**fields: Any) -> Scheduler:
     config = Config(
         num_kvcache_blocks=fields.pop("num_blocks", 16),
