@@ -480,7 +480,10 @@ class _Spans:
 
         connection = Connection()
         exporter = OTLPSpanExporter(session=connection)
-        self._queue = BatchSpanProcessor(Exporter())
+        try:
+            self._queue = BatchSpanProcessor(Exporter())
+        except ValueError as error:
+            raise WrongVariable(f"the variables OTEL_BSP_* cannot be followed: {error}") from error
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._sampler, self._taken, self._kind = provider.sampler, Decision.RECORD_AND_SAMPLE, SpanKind.SERVER
         self._new_trace_id = provider.id_generator.generate_trace_id

@@ -231,6 +231,14 @@ def test_a_variable_of_metrics_that_cannot_be_followed_is_refused(variable: str,
     assert requested_signals({"OTEL_TRACES_EXPORTER": "otlp", variable: value}) == {"TRACES"}
 
 
+def test_sizes_of_batches_that_cannot_be_followed_are_refused(
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
+    with pytest.raises(WrongVariable, match=r"OTEL_BSP_\* cannot be followed: max_export_batch_size must be less"):
+        Tracing({"TRACES"}, "1")
+
+
 @pytest.mark.parametrize(("sampler", "flags"), [("parentbased_always_on", "00"), ("always_off", "01")])
 def test_a_request_that_is_not_sampled_makes_no_span(
     sampler: str, flags: str, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
