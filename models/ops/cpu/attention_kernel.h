@@ -185,7 +185,7 @@ TARGET static void NAME(add)(const struct values *values, struct spans spans, co
 }
 
 static const struct attention_products NAME(products) = {sizeof(float), 1,           NAME(turn), NAME(score),
-                                                         NAME(weigh),   NAME(add)};
+                                                         NAME(weigh),   NAME(add), 0};
 
 #undef VECTORS_OF
 #undef OF_TILE
