@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from engine.config.config import Config
 from engine.distributed.cluster import Cluster, place_evenly
@@ -35,9 +35,11 @@ from engine.distributed.rank_link import (
     RankSized,
 )
 from engine.distributed.rank_steps import RankGroup, RankSteps
-from engine.distributed.remote_ranks import RankNetwork
 from engine.distributed.step_transport import SharedMemorySteps, StepTransport
 from models.errors import first_line
+
+if TYPE_CHECKING:
+    from engine.distributed.remote_ranks import RankNetwork
 
 _END_SECONDS = 2.0
 _LEAVE_SECONDS = 2.0
@@ -76,7 +78,10 @@ class AsyncIOProcManager:
             undo.callback(cluster.close)
             memory: int | None = None
             if any(placement.node for placement in cluster.placements):
-                self._network = RankNetwork(config, path, cluster)
+                # Imported here, because engines on one host do not need it.
+                from engine.distributed import remote_ranks
+
+                self._network = remote_ranks.RankNetwork(config, path, cluster)
                 undo.callback(self._network.close)
                 self._transport: StepTransport = self._network.transport
                 store = self._network.store
