@@ -47,6 +47,8 @@ class LlamaAttention(nn.Module):
     """Whether the norms of queries and keys follow the rotation."""
     is_chunked: ClassVar[bool] = False
     """Whether windows are chunks of positions."""
+    is_grouped: ClassVar[bool] = False
+    """Whether one tensor has the query heads of each KV head, then its key and its value."""
     num_inputs: ClassVar[int] = 1
     """Number of concatenated vectors of `hidden_size` that the projections read."""
 
@@ -61,7 +63,8 @@ class LlamaAttention(nn.Module):
             bias=config.attention_bias,
             parallel=parallel,
             paired_dims=config.rope.rotary_dim if self.rotates_pairs else 0,
-            value_dim=self.value_dim,
+            value_dim=None if self.is_grouped else self.value_dim,
+            is_grouped=self.is_grouped,
         )
         self.rotates = self.is_rotated(config, layer)
         self.o_proj = RowParallelLinear(
@@ -72,7 +75,7 @@ class LlamaAttention(nn.Module):
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.sinks: nn.Parameter | None = None
-        scale, window = self.score_scale(config), config.sliding_windows[layer]
+        scale, window = self.score_scale(config) or config.head_dim**-0.5, config.sliding_windows[layer]
         self.attn: Attention | EncoderAttention
         if config.is_bidirectional:
             # An encoder's window extends half its size before a token and half after it.
@@ -81,7 +84,7 @@ class LlamaAttention(nn.Module):
             self.attn = Attention(
                 f"model.layers.{layer}.self_attn",
                 num_kv_heads=self.num_kv_heads,
-                head_dim=config.head_dim,
+                head_dim=config.head_dim + self.num_extra_dims(config),
                 value_dim=self.value_dim,
                 scale=scale,
                 sliding_window=window,
@@ -93,7 +96,7 @@ class LlamaAttention(nn.Module):
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
         num_tokens = len(hidden)
-        qkv = self.qkv_proj(hidden)
+        qkv = self.projected(hidden)
         if self.value_dim == self.head_dim:
             qkv = qkv.view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
             q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
@@ -132,10 +135,20 @@ class LlamaAttention(nn.Module):
         return config.head_dim
 
     @staticmethod
+    def num_extra_dims(config: ModelConfig) -> int:
+        """Elements that `prepared` adds to queries and keys."""
+        del config
+        return 0
+
+    @staticmethod
     def is_rotated(config: ModelConfig, layer: int) -> bool:
         """Whether that layer's queries and keys are rotated."""
         del config, layer
         return True
+
+    def projected(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values. # [tokens, hidden_size] -> [tokens, features]"""
+        return self.qkv_proj(hidden)  # type: ignore[no-any-return]
 
     def head_norms(self) -> HeadNorms | None:
         """The norms of queries and keys that all heads share, if there are any."""
@@ -446,7 +459,7 @@ class LlamaModel(DecoderBody):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
-        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        hidden = self.embedded(input_ids)
         residual: torch.Tensor | None = None
         everywhere = nearby = self.rotary_emb(positions)
         if self.local_rotary_emb is not None:
@@ -459,6 +472,10 @@ class LlamaModel(DecoderBody):
             hidden, residual = layer(hidden, residual, *(nearby if self.are_local[number] else everywhere))
         assert residual is not None, "a model has at least one layer"
         return self.norm.add_norm(hidden, residual, self.residual_scale)[0]
+
+    def embedded(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The first layer's input. # [tokens] int64 -> [tokens, hidden_size]"""
+        return self.embed_tokens(input_ids)  # type: ignore[no-any-return]
 
 
 def _stream(norm: RMSNorm, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float) -> torch.Tensor:

@@ -173,6 +173,11 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "ExaoneMoeForCausalLM": "models.architectures.exaone4",
         "HYV3ForCausalLM": "models.architectures.hunyuan",
         "Gemma4UnifiedForCausalLM": "models.architectures.gemma4",
+        "BailingHybridForCausalLM": "models.architectures.bailing",
+        "BloomForCausalLM": "models.architectures.alibi",
+        "MptForCausalLM": "models.architectures.alibi",
+        "FalconForCausalLM": "models.architectures.falcon",
+        "GPTJForCausalLM": "models.architectures.gptj",
     },
 )
 

@@ -16,6 +16,7 @@ _LARGEST_NUMBER = 1e18
 OTHER_CLASS_NAMES = {
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "InternLM3ForCausalLM": "LlamaForCausalLM",
+    "MPTForCausalLM": "MptForCausalLM",
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
 }

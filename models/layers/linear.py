@@ -261,10 +261,12 @@ class QKVParallelLinear(PackedLinear):
         paired_dims: int = 0,
         kinds: str = "qkv",
         value_dim: int | None = None,
+        is_grouped: bool = False,
     ) -> None:
         """`paired_dims`: number of leading dimensions of a head that the checkpoint rotates as adjacent pairs; the
         layer reorders them for `models.ops.torch_ops.rotate`. `kinds`: which of the three projections exist.
-        `value_dim`: elements of a head's value, by default `head_dim`.
+        `value_dim`: elements of a head's value, by default `head_dim`. `is_grouped`: whether the checkpoint has one
+        tensor, in which the query heads of each KV head precede its key and its value; without pairs, of all kinds.
         """
         local_heads = parallel.share(num_heads, "num_attention_heads")
         if num_kv_heads >= parallel.size:
@@ -287,8 +289,25 @@ class QKVParallelLinear(PackedLinear):
         parts = _one_after_another({kind: sizes[kind] for kind in kinds})
         if paired_dims:
             parts |= {kind: parts[kind]._replace(pairs=(head_dim, paired_dims)) for kind in kinds if kind in "qk"}
+        if is_grouped:
+            queries = range(parallel.rank * local_heads, (parallel.rank + 1) * local_heads)
+            kv_heads = range(first_kv_head, first_kv_head + local_kv_heads)
+            parts = {None: _grouped(num_heads, num_kv_heads, head_dim, queries, kv_heads)}
         super().__init__(in_features, parts, bias=bias)
         self.num_heads, self.num_kv_heads = local_heads, local_kv_heads
+
+
+def _grouped(num_heads: int, num_kv_heads: int, head_dim: int, queries: range, kv_heads: range) -> OutputPart:
+    """The part of a tensor `[KV head, its query heads, its key, its value]` that fills queries, keys, then values.
+
+    `queries`, `kv_heads`: this rank's.
+    """
+    shared = num_heads // num_kv_heads
+    heads = [head // shared * (shared + 2) + head % shared for head in queries]
+    heads += [head * (shared + 2) + shared for head in kv_heads]
+    heads += [head * (shared + 2) + shared + 1 for head in kv_heads]
+    spans = (Span(head * head_dim, head_dim, row * head_dim) for row, head in enumerate(heads))
+    return OutputPart((num_heads + 2 * num_kv_heads) * head_dim, tuple(spans))
 
 
 class RowParallelLinear(ParallelLinear):

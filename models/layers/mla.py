@@ -205,7 +205,12 @@ class MLAAttention(nn.Module):
         indexed = () if self.indexer is None else self.indexer(hidden, q_latent, cos, sin)
         q = q.view(num_tokens, self.num_heads, -1)
         attended = self._attend(q, latent, *indexed, shared=(cos, sin))
-        return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
+        return self.o_proj(self.gated(attended, hidden).view(num_tokens, -1))  # type: ignore[no-any-return]
+
+    def gated(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the output gate, if any; `hidden`: the layer's input. # [tokens, heads, v] -> the same"""
+        del hidden
+        return attended
 
     def _attend(self, *tokens: torch.Tensor, shared: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return between_graphs(self._attend_rows, *tokens, shared=shared)

@@ -15,6 +15,7 @@ PROJECTIONS = {
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk", "weights_proj"),
     *("in_proj", "input_linear", "output_linear", "w1", "w2", "w3", "fc1_latent_proj", "fc2_latent_proj"),
     *("qkv_proj", "output_gate", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj", "a_proj", "g_proj"),
+    *("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "Wqkv", "fc_in", "fc_out", "f_proj"),
     *("x_proj", "dt_proj", "wq_a", "wkv", "wgate", "wo_b", "shared_expert_gate"),
     *("in_proj_qkvz", "in_proj_ba", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 }

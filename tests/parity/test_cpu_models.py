@@ -96,6 +96,11 @@ _SIZES: dict[str, dict[str, Any]] = {
     "ExaoneMoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
     "HYV3ForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
     "Gemma4UnifiedForCausalLM": {"head_dim": 32, "global_head_dim": 64},
+    "BailingHybridForCausalLM": {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32},
+    "BloomForCausalLM": {"hidden_size": 128, "num_attention_heads": 4},
+    "MptForCausalLM": {"hidden_size": 128, "num_attention_heads": 4},
+    "FalconForCausalLM": {"hidden_size": 128, "num_attention_heads": 4},
+    "GPTJForCausalLM": {"hidden_size": 128, "num_attention_heads": 4},
     "Zamba2ForCausalLM": {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "n_mamba_heads": 8},
 }
 SELECTING = {
@@ -107,7 +112,12 @@ SELECTING = {
 errs more than transformers and with others less, so that several draws of weights are compared."""
 DRAWS = 3
 SIZED = [each for each in all_variants() if each.architecture in _SIZES]
-VARIANTS = [each for each in SIZED if each.architecture not in PARTLY_TORCH]
+VARIANTS = [
+    each
+    for each in SIZED
+    # Torch clamps MPT's queries, keys and values.
+    if each.architecture not in PARTLY_TORCH and "clip_qkv" not in each.overrides.get("attn_config", {})
+]
 
 
 def _fields(variant: Variant) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         base,
         rank=2,
         alpha=1,
-        leaves={"q_proj", "qkv_proj", "o_proj", "q_b_proj", "wo_b"} & leaves or {"out_proj"},
+        leaves={"q_proj", "qkv_proj", "query_key_value", "o_proj", "q_b_proj", "wo_b"} & leaves or {"out_proj"},
         use_rslora=True,
         seed=2,
     )

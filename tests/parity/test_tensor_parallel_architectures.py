@@ -26,7 +26,7 @@ SUMS_OF_A_LAYER = {
     # Norms of queries and keys are over the heads of all ranks.
     **dict.fromkeys(("MiniMaxM2ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM"), 4),
     # Attention and feed-forward are added before they are summed over the ranks.
-    **dict.fromkeys(("CohereForCausalLM", "Cohere2ForCausalLM"), 1),
+    **dict.fromkeys(("CohereForCausalLM", "Cohere2ForCausalLM", "FalconForCausalLM", "GPTJForCausalLM"), 1),
 }
 """Sums per layer if they are not two: one of attention, and one of the feed-forward layer with shared experts."""
 
@@ -54,6 +54,8 @@ def num_sums(variant: Variant, num_layers: int, size: int) -> int:
         recurrent += fields.get("mamba_n_groups", fields.get("n_groups", num_groups)) % size > 0
         return 1 + a_layer * num_layers + recurrent * num_recurrent(fields, num_layers)
     a_layer = 1 if fields.get("use_parallel_residual") else SUMS_OF_A_LAYER.get(variant.architecture, 2)
+    if fields.get("parallel_attn") is False:
+        a_layer = 2
     # Gemma 4 has experts next to a dense network, and a second embedding.
     a_layer += bool(fields.get("enable_moe_block"))
     return 1 + bool(fields.get("hidden_size_per_layer_input")) + a_layer * num_layers

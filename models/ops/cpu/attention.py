@@ -15,11 +15,14 @@ def rope_table(
     frequencies: torch.Tensor,
     factor: float,
     further: tuple[torch.Tensor, int, float | None] | None = None,
+    *,
+    base: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute cosines, and sines whose first half is negated. # [rows] int64, [pairs] -> 2 x [rows, 2 * pairs]
 
     `frequencies` and both results are float32. `further`, if frequencies depend on the lengths that positions carry:
-    one half of `models.layers.rotary.RotaryEmbedding.further`, and the fields of its `RopeChange`.
+    one half of `models.layers.rotary.RotaryEmbedding.further`, and the fields of its `RopeChange`. With a `base`,
+    cosines are 1, and sines are the digits of the positions in that base, whose units are `frequencies`.
     """
     runtime = current()
     pairs = len(frequencies)
@@ -34,6 +37,7 @@ def rope_table(
         original,
         0.0 if growth is None else growth,
         factor,
+        base,
     )
     step = Step(num_tokens=len(positions), positions=positions.data_ptr())
     runtime.run(arguments, step, (positions, frequencies, others, cos, sin))

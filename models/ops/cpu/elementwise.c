@@ -134,6 +134,12 @@ void rope_table(const void *arguments, const struct step *step, struct worker *w
     for (int64_t token; (token = take_task(worker)) < step->num_tokens;) {
         float *cos = op->cos + token * 2 * op->pairs, *sin = op->sin + token * 2 * op->pairs;
         int64_t position = (int32_t)step->positions[token], length = step->positions[token] >> 32;
+        for (int64_t pair = 0; op->base && pair < op->pairs; pair++) {
+            cos[pair] = cos[pair + op->pairs] = 1;
+            sin[pair + op->pairs] = (float)(position / (int64_t)op->frequencies[pair] % op->base);
+            sin[pair] = -sin[pair + op->pairs];
+        }
+        if (op->base) continue;
         const float *frequencies = op->further && !op->growth && length ? op->further : op->frequencies;
         float growth = 0;
         if (op->growth) {
@@ -355,5 +361,5 @@ void gate_heads(const void *arguments, const struct step *step, struct worker *w
         for (int64_t head = 0; head < op->heads; head++)
             gate_head(op->x + token * op->x_stride + head * op->x_step,
                       op->gate ? op->gate + token * op->gate_stride + head * op->gate_step : NULL, op->is_of_head,
-                      op->out + token * op->out_stride + head * op->dim, op->dim);
+                      op->out + token * op->out_stride + head * op->out_step, op->dim);
 }

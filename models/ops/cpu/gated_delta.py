@@ -29,6 +29,7 @@ def gate_heads(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         0 if gate is None else gate.stride(1),
         out.data_ptr(),
         out.stride(0),
+        dim,
         heads,
         dim,
         gate is not None and gate.dim() == 2,

@@ -109,6 +109,7 @@ struct rope_table {
     float *cos, *sin;         /* [tokens, 2 * pairs], each half of the sines with its sign */
     int64_t pairs, original;
     double growth, factor;
+    int64_t base; /* if not 0: cosines are 1, and sines the digits of a position, whose units `frequencies` are */
 };
 
 /* Normalise queries and keys, if there are norms, and rotate them; store keys and values in the cache; queries stay in
@@ -276,7 +277,7 @@ struct gate_heads {
     const bf16 *gate; /* the same shape, or NULL */
     int64_t gate_stride, gate_step;
     bf16 *out; /* [tokens, heads, dim] */
-    int64_t out_stride;
+    int64_t out_stride, out_step;
     int64_t heads, dim;
     int64_t is_of_head; /* whether each gate applies to a whole head: [tokens, heads] */
 };

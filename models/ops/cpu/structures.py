@@ -93,7 +93,7 @@ class RopeTable(Arguments):
     """`struct rope_table`."""
 
     kind = 4
-    _fields_: ClassVar = _declared("*frequencies *further *cos *sin pairs original growth:double factor:double")
+    _fields_: ClassVar = _declared("*frequencies *further *cos *sin pairs original growth:double factor:double base")
 
 
 class RopeStore(Arguments):
@@ -223,7 +223,7 @@ class GateHeads(Arguments):
 
     kind = 16
     _fields_: ClassVar = _declared(
-        "*x x_stride x_step *gate gate_stride gate_step *out out_stride heads dim is_of_head"
+        "*x x_stride x_step *gate gate_stride gate_step *out out_stride out_step heads dim is_of_head"
     )
 
 

@@ -7,6 +7,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
+    BailingHybridConfig,
+    BailingHybridForCausalLM,
     FalconMambaConfig,
     FalconMambaForCausalLM,
     JambaConfig,
@@ -80,6 +82,27 @@ _KIMI = Family(
         "num_experts_per_token": 2,
         "moe_intermediate_size": 48,
         "bos_token_id": 1,
+    },
+)
+
+
+_BAILING = Family(
+    BailingHybridConfig,
+    BailingHybridForCausalLM,
+    {
+        "num_hidden_layers": 4,
+        "layer_group_size": 3,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 48,
     },
 )
 
@@ -203,6 +226,36 @@ VARIANTS = [
             "mamba_d_state": 5,
             "mamba_conv_bias": False,
             "attn_layer_offset": 0,
+        },
+    ),
+    Variant("BailingHybridForCausalLM", "one layer in three of latents, two of four experts", _BAILING, {}),
+    Variant(
+        "BailingHybridForCausalLM",
+        "groups of experts, wide heads and convolution, decays without a bound",
+        _BAILING,
+        {
+            "num_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "head_dim": 32,
+            "short_conv_kernel_size": 6,
+            "kda_safe_gate": False,
+        },
+    ),
+    Variant(
+        "BailingHybridForCausalLM",
+        "six heads of 12, a tight bound, wide values, weights not normalised",
+        _BAILING,
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "head_dim": 12,
+            "v_head_dim": 24,
+            "kda_lower_bound": -1.5,
+            "norm_topk_prob": False,
         },
     ),
     Variant("KimiLinearForCausalLM", "one layer in four of latents, two of four experts", _KIMI, {}),

@@ -1,0 +1,153 @@
+"""Ling 3.0: Kimi Linear's delta rule with a bounded decay, latent attention with gated heads, and experts."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.deepseek_v2 import DeepseekV2ForCausalLM, mla_shape
+from models.architectures.hybrid import HybridDecoderLayer, HybridForCausalLM, HybridModel
+from models.architectures.llama import DecoderBody
+from models.architectures.registry import ConfigFacts, architecture
+from models.config.fields import Fields
+from models.layers.delta_rule import DeltaMixer, DeltaShape
+from models.layers.linear import ColumnParallelLinear
+from models.layers.mla import MLAAttention
+from models.layers.norm import RMSNorm
+from models.ops.activation import gate_heads
+from models.parallel.tensor_parallel import TensorParallel
+
+_NAMES = {
+    ".attention.": ".self_attn.",
+    ".self_attn.dense": ".self_attn.o_proj",
+    ".forget_gate.": ".",
+    ".gate.expert_bias": ".gate.e_score_correction_bias",
+    "model.word_embeddings.": "model.embed_tokens.",
+}
+"""Parts of module names in published checkpoints and in transformers' adapters -> the model's."""
+
+
+class BailingDeltaAttention(DeltaMixer):
+    """The delta rule with a decay for each dimension of a key, which has a lower bound."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        fields, size = config.fields, config.hidden_size
+        heads, dim = config.num_attention_heads, fields.integer("linear_head_dim")
+        taps = fields.integer("short_conv_kernel_size", minimum=2)
+        shape = DeltaShape(size, heads, heads, dim, dim, taps, decays=dim, most=1.0)
+        super().__init__(f"model.layers.{layer}.self_attn", shape, parallel)
+        self.f_proj = ColumnParallelLinear(size, heads * dim, parallel=parallel)
+        self.g_proj = ColumnParallelLinear(size, heads * dim, parallel=parallel)
+        self.b_proj = ColumnParallelLinear(size, heads, parallel=parallel)
+        self.o_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.bound: float | None = None
+        """The largest decay in log space; None if decays have no bound."""
+        if fields.boolean("kda_safe_gate", True):
+            self.bound = _bound(fields)
+
+    def gates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `DeltaMixer`."""
+        return self._bounded(self.f_proj(hidden)), self.b_proj(hidden), self.g_proj(hidden)
+
+    def gated(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See `DeltaMixer`."""
+        by_head = len(read), self.heads, self.shape.value_dim
+        return gate_heads(self.o_norm(read.view(by_head)), gate.view(by_head)).view(len(read), -1)
+
+    def _bounded(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the inputs for which the operators' decay, `-exp(A_log) * softplus(input + dt_bias)`, is the bounded
+        one, `-bound * sigmoid(exp(A_log) * (input + dt_bias))`. # [tokens, heads * key_dim] -> the same
+        """
+        if self.bound is None:
+            return inputs
+        rates = self.A_log.exp().repeat_interleave(self.shape.key_dim)
+        wanted = self.bound * torch.sigmoid(rates * (inputs.float() + self.dt_bias)) / rates
+        # The inverse of softplus, for large numbers the number itself.
+        return (wanted + torch.log(-torch.expm1(-wanted)) - self.dt_bias).to(inputs.dtype)
+
+
+class BailingLatentAttention(MLAAttention):
+    """Latent attention whose heads have output gates."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__(f"model.layers.{layer}.self_attn", mla_shape(config), parallel=parallel)
+        self.g_proj = ColumnParallelLinear(config.hidden_size, config.num_attention_heads, parallel=parallel)
+
+    def gated(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """See `MLAAttention`."""
+        return gate_heads(attended, self.g_proj(hidden))
+
+
+def _bound(fields: Fields) -> float:
+    bound = fields.values.get("kda_lower_bound", -5.0)
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not -1e3 <= bound < 0:
+        raise fields.invalid("kda_lower_bound", "a number below 0 and at least -1000")
+    return -float(bound)
+
+
+def _complete(fields: Fields) -> Fields:
+    """Add the kinds of layers, and the size of the delta rule's heads, which published configs have in `head_dim`."""
+    values = dict(fields.values)
+    values.setdefault("linear_head_dim", fields.integer("head_dim", 128))
+    if not fields.has("layer_types"):
+        group = fields.integer("layer_group_size", 6)
+        layers = range(fields.integer("num_hidden_layers"))
+        values["layer_types"] = ["linear_attention" if (layer + 1) % group else "full_attention" for layer in layers]
+    # transformers' classes ignore these fields: queries have no latent, and the head is never tied.
+    values |= {"q_lora_rank": None, "rope_interleave": True, "tie_word_embeddings": False}
+    return Fields(values, fields.where)
+
+
+@architecture(
+    "BailingHybridForCausalLM",
+    ConfigFacts(
+        defaults={
+            "first_k_dense_replace": 2,
+            "n_group": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 6e6,
+            "routed_scaling_factor": 2.5,
+            "short_conv_kernel_size": 4,
+            "topk_group": 4,
+        },
+        complete=_complete,
+        renamed={
+            "model_max_length": "max_position_embeddings",
+            "moe_renormalize": "norm_topk_prob",
+            "num_expert_group": "n_group",
+            "num_experts": "n_routed_experts",
+            "num_experts_per_token": "num_experts_per_tok",
+            "num_shared_experts": "n_shared_experts",
+        },
+        head_dim_field="qk_rope_head_dim",
+        layer_kinds=frozenset({"linear_attention"}),
+        names=_NAMES,
+    ),
+)
+class BailingHybridForCausalLM(HybridForCausalLM):
+    """Ling 3.0 with its language-model head."""
+
+    renamed_parts: ClassVar[dict[str, str]] = _NAMES
+    checkpoint_modules: ClassVar[dict[str, str]] = {
+        "recurrent": "self_attn",
+        "feed_forward": "mlp",
+        "final_norm": "norm",
+    }
+    caching: ClassVar[tuple[type[nn.Module], ...]] = (MLAAttention, BailingDeltaAttention)
+
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """The body of the model: all modules except the head."""
+        config.require_silu()
+        kinds = config.fields.strings("layer_types")
+
+        def decoder_layer(layer: int) -> nn.Module:
+            feed_forward = DeepseekV2ForCausalLM.feed_forward(config, layer, parallel)
+            if kinds[layer] == "full_attention":
+                attention = BailingLatentAttention(config, layer, parallel)
+                return HybridDecoderLayer(config, feed_forward, self_attn=attention)
+            return HybridDecoderLayer(config, feed_forward, recurrent=BailingDeltaAttention(config, layer, parallel))
+
+        return HybridModel(config, decoder_layer, parallel)
