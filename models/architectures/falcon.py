@@ -41,7 +41,7 @@ class FalconAlibiAttention(AlibiAttention):
     def slopes(config: ModelConfig) -> torch.Tensor:
         """The slopes of all heads. # [heads] float32"""
         slopes = power_slopes(config.num_attention_heads).bfloat16().float()
-        return slopes * config.head_dim**-0.5
+        return slopes.mul(config.head_dim**-0.5)
 
 
 class TwoNormsDecoderLayer(ParallelDecoderLayer):

@@ -99,14 +99,14 @@ class LlamaAttention(nn.Module):
         qkv = self.projected(hidden)
         if self.value_dim == self.head_dim:
             qkv = qkv.view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
-            q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+            q, k, v = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         else:
             dims = (
                 (self.num_heads, self.head_dim),
                 (self.num_kv_heads, self.head_dim),
                 (self.num_kv_heads, self.value_dim),
             )
-            parts = zip(qkv.split([heads * dim for heads, dim in dims], dim=1), dims, strict=True)
+            parts = zip(torch.split(qkv, [heads * dim for heads, dim in dims], dim=1), dims, strict=True)
             q, k, v = (part.view(num_tokens, *of_heads) for part, of_heads in parts)
         q, k = self.prepared(q, k)
         attended = self.attn(
@@ -447,7 +447,7 @@ class LlamaModel(DecoderBody):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, scale=embed_scale, parallel=parallel
         )
-        self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
+        self.rotary_emb: nn.Module = RotaryEmbedding(config.rope, config.max_model_len)
         self.local_rotary_emb = None if local_rope is None else RotaryEmbedding(local_rope, config.max_model_len)
         self.are_local = [window is not None for window in config.sliding_windows]
         self.residual_scale = residual_scale

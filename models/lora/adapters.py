@@ -57,6 +57,8 @@ class Adapter(NamedTuple):
     file: Path
     products: Mapping[str, Mapping[str, torch.Tensor]]
     """The matrices A and B of each module, in host memory."""
+    names: Mapping[str, str]
+    """The file's names of modules that have another name in the model. The config's patterns are of these names."""
     experts: Mapping[str, Mapping[str, torch.Tensor]]
     """The matrices A and B of stacks of experts, by the name of their layer, with `.base_layer` appended for each
     further stack of the layer."""
@@ -69,20 +71,24 @@ class Adapter(NamedTuple):
             raise CheckpointError("this model makes no linear layer that takes adapters")
         config = LoRAConfig.from_adapter(path)
         file = path / WEIGHTS_FILE
-        products = _products(file)
+        found = _products(file)
         prefix: str | None = getattr(model, "body_prefix", None)
         parts: Mapping[str, str] = getattr(model, "renamed_parts", {})
-        if parts:
-            products = {with_parts(parts, module): halves for module, halves in products.items()}
-        if prefix is not None:
-            products = {body_name(prefix, module): halves for module, halves in products.items()}
+        products, names = {}, {}
+        for module, halves in found.items():
+            own = with_parts(parts, module)
+            own = own if prefix is None else body_name(prefix, own)
+            products[own] = halves
+            if own != module:
+                names[own] = module
         layers = _expert_layers(cast(nn.Module, model))
         experts = {name: products.pop(name) for name in list(products) if _layer_name(name) in layers}
         _require_all(products, config, targets, file, experts)
         _require_stacks(experts, config, layers, file)
         for module in products:
-            config.scale_of(module)  # Found here once, by the thread that reads, and not between two steps.
-        return cls(config, file, products, experts)
+            # Patterns are matched here, by the thread that reads, and not between two steps.
+            config.scale_of(names.get(module, module))
+        return cls(config, file, products, names, experts)
 
 
 def attach(model: CausalLM, number: int, adapter: Adapter, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -92,7 +98,8 @@ def attach(model: CausalLM, number: int, adapter: Adapter, *, dtype: torch.dtype
         for module, halves in adapter.products.items():
             layer, shard = targets[module]
             a, b = (halves[half].to(device) for half in "AB")
-            scale, rank = adapter.config.scale_of(module), adapter.config.rank_of(module)
+            name = adapter.names.get(module, module)
+            scale, rank = adapter.config.scale_of(name), adapter.config.rank_of(name)
             try:
                 layer.make_lora(dtype).add(number, shard, a, b, scale, rank)
             except WeightShapeError as error:
