@@ -12,6 +12,11 @@ from models.config.fields import Fields
 _LEFT_OUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "ArceeForCausalLM": {"max_position_embeddings": 4096},
+        "BailingHybridForCausalLM": {
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 262144,
+            "qk_rope_head_dim": 64,
+        },
         "CwmForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
         "DeepseekV2ForCausalLM": {
             "routed_scaling_factor": 1.0,
