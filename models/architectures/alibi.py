@@ -63,7 +63,7 @@ class AlibiForCausalLM(LlamaForCausalLM):
         """The body of the model: all modules except the head."""
         norm = partial(LayerNorm, bias=self.has_norm_biases)
         body = self.model_class(config, self.attention, self.feed_forward, parallel, norm=norm)
-        body.rotary_emb = AlibiEmbedding(config)
+        body.rotary_emb = AlibiEmbedding(config.head_dim, config.max_model_len)
         return body
 
     @staticmethod

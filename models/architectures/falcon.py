@@ -137,7 +137,7 @@ class FalconForCausalLM(LlamaForCausalLM):
         attention = FalconAlibiAttention if has_alibi else FalconAttention
         body = LlamaModel(config, attention, self.feed_forward, parallel, decoder_layer=layer, norm=LayerNorm)
         if has_alibi:
-            body.rotary_emb = AlibiEmbedding(config)
+            body.rotary_emb = AlibiEmbedding(config.head_dim, config.max_model_len)
         return body
 
     @staticmethod

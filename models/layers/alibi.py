@@ -16,7 +16,6 @@ digit is multiplied inexactly, which adds the same to all scores of the query, s
 import torch
 from torch import nn
 
-from models.architectures.config import ModelConfig
 from models.config.rope import without_lengths
 from models.errors import CheckpointError
 from models.ops.columns import precede_heads
@@ -37,16 +36,16 @@ class AlibiEmbedding(nn.Module):
 
     units: torch.Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, head_dim: int, max_model_len: int) -> None:
         """Raises `CheckpointError` for contexts whose positions have more digits."""
         super().__init__()
-        if config.max_model_len > _BASE**_DIGITS:
+        if max_model_len > _BASE**_DIGITS:
             raise CheckpointError(
-                f"{config.architecture} of {config.fields.where} has a context of {config.max_model_len} tokens; ALiBi"
-                f" is computed for up to {_BASE**_DIGITS}: set max_model_len to that or less"
+                f"max_model_len is {max_model_len}, but ALiBi is computed for contexts of up to {_BASE**_DIGITS} "
+                "tokens; set it to that or less"
             )
         used = [_BASE**digit for digit in range(_DIGITS) for _ in range(_NUMBERS)]
-        units = used + [_UNUSED] * (num_extra_dims(config.head_dim) // 2 - len(used))
+        units = used + [_UNUSED] * (num_extra_dims(head_dim) // 2 - len(used))
         self.register_buffer("units", torch.tensor(units, dtype=torch.float32), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

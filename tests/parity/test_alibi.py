@@ -1,6 +1,7 @@
 """ALiBi as further dimensions of queries and keys: the biases are exact in every dtype, also of the cache."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def variant_of(architecture: str) -> Variant:
     return next(each for each in VARIANTS if each.architecture == architecture)
 
 
-def config_of(directory: Path, **overrides: object) -> ModelConfig:
+def config_of(directory: Path, **overrides: Any) -> ModelConfig:
     variant = variant_of("MptForCausalLM")
     config = read_checkpoint_config(make_checkpoint(directory, variant.family, **overrides))
     assert isinstance(config, ModelConfig)
@@ -44,15 +45,12 @@ def config_of(directory: Path, **overrides: object) -> ModelConfig:
         (torch.bfloat16, torch.float8_e4m3fn),
     ],
 )
-def test_biases_are_exact_in_the_dtypes_of_the_model_and_the_cache(
-    dtype: torch.dtype, cached: torch.dtype, tmp_path: Path
-) -> None:
-    config = config_of(tmp_path, max_seq_len=1 << 16, hidden_size=256, num_attention_heads=4)
+def test_biases_are_exact_in_the_dtypes_of_the_model_and_the_cache(dtype: torch.dtype, cached: torch.dtype) -> None:
     slopes, scale = power_slopes(12), 64**-0.5
     with default_dtype(dtype):
         heads = AlibiHeads(slopes, 12, 64, scale)
     positions = torch.tensor([0, 1, 15, 16, 255, 4097, 30_000, 65_535])
-    rotation = AlibiEmbedding(config)(positions)
+    rotation = AlibiEmbedding(64, 1 << 16)(positions)
     nothing = torch.zeros(len(positions), 12, 64, dtype=dtype)
     q, k = (rotate(each, *rotation).double() for each in heads(nothing, nothing))
     assert q.isfinite().all()
@@ -66,8 +64,8 @@ def test_biases_are_exact_in_the_dtypes_of_the_model_and_the_cache(
 
 
 @needs_operators
-def test_the_operators_compute_the_same_digits_and_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = AlibiEmbedding(config_of(tmp_path))
+def test_the_operators_compute_the_same_digits_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = AlibiEmbedding(16, 512)
     positions = torch.tensor([0, 1, 16, 70_000, 65_535, 511])
     lead, x = torch.randn(3, 48).bfloat16(), torch.randn(6, 5, 32).bfloat16()[:, 1:4]
     runtime.start(2)
@@ -97,10 +95,11 @@ def test_an_option_of_mpt_that_transformers_ignores_is_refused(name: str, value:
         config_of(tmp_path, attn_config={name: value})
 
 
-def test_a_context_with_more_digits_is_refused(tmp_path: Path) -> None:
-    config = config_of(tmp_path, max_seq_len=1 << 17)
-    with pytest.raises(CheckpointError, match=r"context of 131072 tokens; ALiBi is computed for up to 65536"):
-        AlibiEmbedding(config)
+def test_a_context_with_more_digits_is_refused() -> None:
+    with pytest.raises(
+        CheckpointError, match="max_model_len is 131072, but ALiBi is computed for contexts of up to 65536"
+    ):
+        AlibiEmbedding(16, 1 << 17)
 
 
 @pytest.mark.parametrize("name", ["transformer.", ""])
