@@ -314,7 +314,7 @@ def test_a_compaction_is_its_summary_or_refused() -> None:
 
 def test_the_collector_does_not_visit_stored_items() -> None:
     """Each full collection would visit them, and hold the interpreter's lock meanwhile."""
-    given = [
+    given: list[dict[str, Any]] = [
         {"type": "message", "role": "user", "content": "Hi"},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
