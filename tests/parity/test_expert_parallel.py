@@ -31,9 +31,10 @@ from models.loading.loader import load_model
 from models.ops.cpu.collectives import SharedMemoryExchange, _Shape
 from models.ops.cpu.program import Program
 from models.ops.cpu.runtime import load_library
-from models.parallel.tensor_parallel import Exchange, ExpertParallel, TensorParallel
+from models.parallel.tensor_parallel import Exchange, ExpertParallel, TensorParallel, TokenExchange
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import CPU
+from tests.parity.recorded_graph import RecordedGraph
 from tests.parity.runners import load as load_for_runner
 from tests.parity.test_cpu_models import _fields
 from tests.parity.test_cpu_operators import bf16, operators
@@ -42,9 +43,10 @@ from tests.parity.test_model_sharding import PartialResults, random
 from tests.parity.test_moe import EXPERTS, HIDDEN, INNER, Whole, routed
 from tests.parity.thread_ranks import Meeting, ThreadExchange, at_once, thread_ranks
 from tests.parity.tolerance import assert_within
+from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
 from tests.parity.variants import all_variants
 
-__all__ = ["operators"]
+__all__ = ["operators", "triton_kernels"]
 
 
 WAIT_SECONDS = 300
@@ -182,6 +184,41 @@ def test_what_is_beside_the_experts_is_added_once(step: ForwardContext) -> None:
     of_experts, bound = whole.with_bound(hidden, weights, ids)
     for output in found:
         assert_within(output, of_experts + shared * gate.sigmoid(), bound)
+
+
+class OneReplica(TokenExchange):
+    """An exchange of operations alone: all replicas have the tokens of this one, and give back what it computes."""
+
+    def _all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.repeat(self._num_replicas, *[1] * (rows.dim() - 1))
+
+    def _all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.clone()
+
+
+@requires_interpreter
+@pytest.mark.parametrize("num_dummies", [0, 1])
+def test_a_layer_by_kernels_reads_nothing_from_the_device(
+    num_dummies: int, step: ForwardContext, triton_kernels: torch.device
+) -> None:
+    """So that a graph captures it, whose replay computes new tokens by other experts."""
+    step.dp_metadata = None if num_dummies == 0 else DPMetadata((0, 5))
+    parallel = TensorParallel(experts=ExpertParallel(0, 2, OneReplica(0, 2)))
+    made = layer(Whole(bias=True), parallel, stacked=False).bfloat16()
+
+    def inputs(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        hidden, weights, ids = routed(5)
+        return [hidden.bfloat16(), weights, ids.flip(0) if seed else ids]
+
+    with torch.inference_mode():
+        given, out = inputs(0), torch.empty(5, HIDDEN, dtype=torch.bfloat16)
+        graph = RecordedGraph(lambda: out.copy_(made(*given)))
+        for part, other in zip(given, inputs(1), strict=True):
+            part.copy_(other)
+        graph.replay()
+        assert torch.equal(out, made(*given))
+        assert out.isfinite().all()
 
 
 def test_experts_do_not_work_for_dummies(step: ForwardContext, monkeypatch: pytest.MonkeyPatch) -> None:
