@@ -107,6 +107,14 @@ SERVED = [
     Foreign("Starcoder2", {"sliding_window": 24}),
 ]
 
+COMPARED = [
+    *(Foreign(stem) for stem in ("Afmoe", "AriaText", "Beam", "BioGpt", "BitNet", "Cohere2Moe", "FlexOlmo", "Flint")),
+    *(Foreign(stem) for stem in ("Fuyu", "GraniteMoeSWA", "GraniteMoeShared", "GraniteSWA", "Helium", "HyperCLOVAX")),
+    *(Foreign(stem) for stem in ("Jais2", "Moshi", "NanoChat", "Olmo", "Persimmon", "VaultGemma")),
+    Foreign("CTRL", head="LMHeadModel"),
+]
+"""Models of the general route of which prompts alone are compared."""
+
 _OF_ITS_OWN = "computes no attention through transformers' attention interface"
 REFUSED = [
     (Foreign("Bamba"), "has layers of linear_attention"),
@@ -123,3 +131,18 @@ REFUSED = [
     (Foreign("Mpt", {"attn_config": {"alibi": True}}), "alibi of .* is true"),
 ]
 """Refused models, with a part of the error message."""
+_NOT_CAUSAL = ("BigBirdPegasus", "Camembert", "Data2VecText", "Electra", "Ernie", "RoCBert", "Roberta")
+_OWN_ATTENTION = ("BigBird", "CpmAnt", "GPTNeoXJapanese", "Git", "MegatronBert", "Mvp", "RemBert", "RoFormer", "Rwkv")
+ALSO_REFUSED = [
+    *((Foreign(stem), "not causal") for stem in (*_NOT_CAUSAL, "RobertaPreLayerNorm", "XLMRoberta", "XLMRobertaXL")),
+    *(
+        (Foreign(stem), "takes no position_ids")
+        for stem in ("Blenderbot", "BlenderbotSmall", "MBart", "Marian", "Pegasus")
+    ),
+    *((Foreign(stem), _OF_ITS_OWN) for stem in (*_OWN_ATTENTION, "TrOCR", "XGLM", "xLSTM")),
+    (Foreign("OpenAIGPT", head="LMHeadModel"), _OF_ITS_OWN),
+    (Foreign("HrmText"), "several times a token"),
+    (Foreign("RecurrentGemma"), "has layers of linear_attention"),
+    (Foreign("Zaya"), "has layers of hybrid"),
+]
+"""More of them, in the long form: each is refused for a reason that one of `REFUSED` has."""

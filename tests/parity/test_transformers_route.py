@@ -17,7 +17,17 @@ from models.loading.transformers_attention import PagedAttention
 from models.loading.transformers_model import TransformersModel
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import edit_json, make_checkpoint
-from tests.parity.foreign_models import APERTUS, GEMMA2, GLM_MOE_DSA, GPT2, REFUSED, SERVED, Foreign
+from tests.parity.foreign_models import (
+    ALSO_REFUSED,
+    APERTUS,
+    COMPARED,
+    GEMMA2,
+    GLM_MOE_DSA,
+    GPT2,
+    REFUSED,
+    SERVED,
+    Foreign,
+)
 from tests.parity.paged_model import CPU, PagedModel, Reference, Row, assert_computes, prompt
 from tests.parity.test_architectures import GREEDY_TOKENS, generate
 from tests.parity.test_worker_model_runner import runner_for
@@ -161,7 +171,23 @@ def test_keys_and_values_may_differ_in_size() -> None:
     assert attention.cache_spec == KVCacheSpec("x", 2, 24)
 
 
-@pytest.mark.parametrize(("foreign", "reason"), REFUSED, ids=[foreign.stem for foreign, _ in REFUSED])
+@pytest.mark.slow  # `SERVED` has models with each of their features.
+@pytest.mark.parametrize("foreign", COMPARED, ids=lambda foreign: foreign.stem)
+def test_prompts_of_further_models_are_computed_as_transformers_does(foreign: Foreign, tmp_path: Path) -> None:
+    path = foreign.checkpoint(tmp_path)
+    model, reference = PagedModel(path), Reference(path)
+    for length in (1, 37, 90):
+        tokens = prompt(length, seed=length)
+        assert_computes(reference, tokens, model.logits(tokens))
+
+
+@pytest.mark.parametrize(
+    ("foreign", "reason"),
+    [
+        *(pytest.param(*each, id=each[0].stem) for each in REFUSED),
+        *(pytest.param(*each, id=each[0].stem, marks=pytest.mark.slow) for each in ALSO_REFUSED),
+    ],
+)
 def test_what_paged_attention_does_not_compute_is_refused_in_a_sentence(
     foreign: Foreign, reason: str, tmp_path: Path
 ) -> None:
