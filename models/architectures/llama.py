@@ -99,15 +99,16 @@ class LlamaAttention(nn.Module):
         qkv = self.projected(hidden)
         if self.value_dim == self.head_dim:
             qkv = qkv.view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
-            q, k, v = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+            parts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+            q, k, v = qkv.split(parts, dim=1)  # type: ignore[no-untyped-call]
         else:
             dims = (
                 (self.num_heads, self.head_dim),
                 (self.num_kv_heads, self.head_dim),
                 (self.num_kv_heads, self.value_dim),
             )
-            parts = zip(torch.split(qkv, [heads * dim for heads, dim in dims], dim=1), dims, strict=True)
-            q, k, v = (part.view(num_tokens, *of_heads) for part, of_heads in parts)
+            rows = qkv.split([heads * dim for heads, dim in dims], dim=1)  # type: ignore[no-untyped-call]
+            q, k, v = (part.view(num_tokens, *of_heads) for part, of_heads in zip(rows, dims, strict=True))
         q, k = self.prepared(q, k)
         attended = self.attn(
             q,
