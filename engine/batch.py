@@ -266,6 +266,8 @@ class StepBuilder:
         self.num_decodes = 0
         self.num_decode_tokens = 0
         self.num_prompt_tokens = 0
+        self.num_added = 0
+        """Number of prompts that were added beyond the step's time."""
         self.num_next_drafts: list[int] | None = None
         """Number of drafts that the runner computes for each row; None: the largest number."""
         self.new_seqs: list[Sequence] = []

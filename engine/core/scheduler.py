@@ -388,9 +388,10 @@ class Scheduler:
             return
         seconds = self.step_budget.seconds_to_add(self._shares.recent(owner))
         if seconds > 0.0:
-            rest, step.seconds = step.seconds, seconds
+            rest, step.seconds, before = step.seconds, seconds, step.num_prefills
             self._take_short_prompts(step, owner, None)
-            step.seconds = rest
+            self.step_budget.note_added(seconds - step.seconds)
+            step.seconds, step.num_added = rest, step.num_prefills - before
 
     def _start(self, step: StepBuilder, owner: str) -> bool:
         """Start the first waiting sequence of an owner. Returns False if it, and all others, must wait."""

@@ -61,8 +61,8 @@ _INTERPOSED_BOUND, _LEAST_BOUND = 0.5, 0.02
 """The steps interposed in one step take at most the first number times its bound, and streams wait longer by that.
 A bound counts as at least the second number of seconds, for small models, and as at most `max_step_seconds`."""
 _MOST_SERVICE_ADDED = 1.0
-"""Short prompts of an owner with at most this recent service are added to a regular step, beyond its bound, for as
-long as interposed steps may take in it. They cost no more there than in other steps, so no allowance limits them."""
+"""Short prompts of an owner with at most this recent service are added to a regular step, beyond its bound. They cost
+no more there than in other steps, so no allowance limits them. Steps interposed in it have the rest of the time."""
 _FAILED_SECONDS = 10.0
 """Seconds without interposed steps after one has raised: other steps compute its sequences first."""
 
@@ -134,10 +134,8 @@ class StepBudget:
         self._fixed = 0.0
         """Predicted fixed cost of the next step, in seconds."""
         self._turn = 0
-        self._most_interposed = 0.0
-        """Seconds that interposed steps may take in a step, and prompts that are added to it beyond its bound."""
         self._interposed_left = 0.0
-        """Seconds that interposed steps may still take in the current step."""
+        """Seconds that prompts beyond the current step's bound may still take, added to it or interposed."""
         self._allowance = 0.0
         """Seconds that interposed steps may now take beyond the time that their tokens would add to other steps."""
         self._allowed_until = math.inf
@@ -162,8 +160,7 @@ class StepBudget:
         gained = _INTERPOSED_SHARE * max(0.0, now - self._allowed_until)
         self._allowance = min(self._allowance + gained, _MOST_INTERPOSED * self._fixed)
         self._allowed_until = now
-        self._most_interposed = _INTERPOSED_BOUND * min(self._max_seconds, max(self._bound, _LEAST_BOUND))
-        self._interposed_left = self._most_interposed
+        self._interposed_left = _INTERPOSED_BOUND * min(self._max_seconds, max(self._bound, _LEAST_BOUND))
 
     def may_pause(self, batch: ScheduledBatch) -> bool:
         """Return whether a step is long enough to interpose others."""
@@ -200,7 +197,11 @@ class StepBudget:
             return 0.0
         if service > _MOST_SERVICE_ADDED:
             return 0.0
-        return self._most_interposed
+        return max(0.0, self._interposed_left)
+
+    def note_added(self, seconds: float) -> None:
+        """Subtract prompts that were added beyond the step's bound from the time of steps interposed in it."""
+        self._interposed_left -= seconds
 
     def note_interposed(self, batch: ScheduledBatch, seconds: float) -> None:
         """Subtract an interposed step, which took `seconds`, from the allowance."""
@@ -243,7 +244,7 @@ class StepBudget:
         if fitting >= count:
             return count
         fitting -= fitting % _CHUNK_MULTIPLE
-        if not step.num_prefills:
+        if step.num_prefills == step.num_added:
             return min(count, max(fitting, _CHUNK_MULTIPLE))
         return fitting if fitting >= _LEAST_CHUNK else 0
 

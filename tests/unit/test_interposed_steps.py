@@ -148,6 +148,39 @@ def test_a_short_prompt_of_an_owner_served_no_more_than_the_mean_is_added_whole_
     assert not made.interposed
 
 
+def test_a_prompt_that_was_started_proceeds_next_to_short_prompts_that_are_added_to_each_step() -> None:
+    settings = {"max_interposed_tokens": 512, "default_step_seconds": 0.05, "max_step_seconds": None}
+    made = SimulatedEngine(device(0.0008, 0.0001, decode=0.00012), **settings)
+    made.add(3000, 20)
+    made.run()
+    for number in range(40):
+        made.add(20, 3000, owner=f"heavy {number % 10}", at=made.now)
+    end = made.now + 2
+    made.run(lambda: made.now > end)
+    budget = made.scheduler.step_budget
+    assert budget is not None
+    budget.note_failed_interposed()
+    long = made.add(640, 1, owner="long", at=made.now)
+    made.step()
+    made.steps.clear()
+    for number in range(100):
+        made.add(40, 1, owner=f"light {number % 12}", at=made.now + 0.012 * number)
+    made.run(lambda: long.is_finished)
+    assert len(made.steps) <= 30, "a step has room for 32 of its tokens"
+    assert sum(batch.total_seqs_num_prefill > 1 for batch, _ in made.steps) > 10
+
+
+def test_prompts_that_are_added_to_a_step_and_those_interposed_in_it_share_its_time() -> None:
+    made = loaded_engine(max_step_seconds=0.008)
+    budget = made.scheduler.step_budget
+    assert budget is not None
+    budget.begin_step(["heavy", "light"], made.now)
+    free, most = budget.interposed_step(512).seconds, budget.seconds_to_add(0.0)
+    budget.note_added(0.75 * most)
+    assert budget.interposed_step(512).seconds == pytest.approx(free - 0.75 * most)
+    assert budget.seconds_to_add(0.0) == pytest.approx(0.25 * most)
+
+
 def test_a_short_step_is_not_paused() -> None:
     made = loaded_engine()
     scheduled = made.scheduler.schedule()
