@@ -302,6 +302,8 @@ class RequestTrace:
         parent = 0 if self._parent is None else self._parent.span_id
         start, end, id = self._arrival_time, time.monotonic(), self.context.span_id
         self._add(_Span(name, id, parent, start, end, attributes, server=True, failed=failed))
+        # The scope leads to the connection, which would stay in memory until a collector has taken the trace.
+        self._scope = {"route": scope.get("route")}
         exporter.add(self)
 
     def _add(self, span: "_Span") -> None:

@@ -1,10 +1,12 @@
 """Spans of a request as a collector receives them, and that an untraced request makes none."""
 
+import gc
 import http.server
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +39,9 @@ def state(now: float, **changes: Any) -> Any:
     return SimpleNamespace(**{**values, **changes})
 
 
-def begin(tracing: Tracing, now: float, *, flags: str | None = None, path: str = ROUTE) -> RequestTrace:
+def begin(
+    tracing: Tracing, now: float, *, flags: str | None = None, path: str = ROUTE, **fields: object
+) -> RequestTrace:
     headers = [] if flags is None else [(b"traceparent", f"00-{TRACE}-{PARENT}-{flags}".encode())]
     scope: dict[str, Any] = {
         "type": "http",
@@ -45,6 +49,7 @@ def begin(tracing: Tracing, now: float, *, flags: str | None = None, path: str =
         "path": path,
         "headers": headers,
         "client": ("127.0.0.1", 5),
+        **fields,
     }
     trace = tracing.begin(scope, now)
     scope["route"] = SimpleNamespace(path=ROUTE)
@@ -158,6 +163,24 @@ def test_a_batch_that_a_collector_would_refuse_is_sent_in_parts(
     tracing.close()
     assert [attributes(span)["url.path"] for span in receiver.spans] == paths
     assert len(receiver.resources) == 4
+
+
+def test_a_trace_that_waits_for_its_batch_holds_no_connection(receiver: OtlpReceiver) -> None:
+    """Thousands of traces wait while a collector does not answer. A request's scope leads to its connection."""
+
+    class Connection:
+        pass
+
+    tracing, connection, now = Tracing({"TRACES"}, "1"), Connection(), time.monotonic()
+    held, trace = weakref.ref(connection), begin(tracing, now, state={"connection": connection})
+    del connection
+    trace.end(200)
+    gc.collect()
+    assert held() is None
+    # A resumable stream may end after its first connection.
+    trace.generated([state(now)], PARAMS, "m", now)
+    tracing.close()
+    assert {span.name for span in receiver.spans} >= {f"POST {ROUTE}", "text_completion m"}
 
 
 def observed(receiver: OtlpReceiver, values: list[tuple[float, str | None]], times: int = 1) -> list[Any]:
