@@ -173,8 +173,14 @@ _MET, _IS_OVER = 0, -1
 """The hub's answers: the core has met it, or a later round has begun."""
 _MOST_CALLERS = 64
 """Connections at the hub that have not proved yet that they are cores. The oldest is ended for another one."""
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
-"""A host that is lost without a word is detected after about 11 seconds."""
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 5),
+    (socket.TCP_KEEPINTVL, 2),
+    (socket.TCP_KEEPCNT, 3),
+    (socket.TCP_USER_TIMEOUT, 11_000),
+)
+"""A host that vanishes without closing its connections is detected after about 11 seconds. The kernel sends no
+keep-alive probes while data are not acknowledged; the last option bounds that time, in milliseconds."""
 
 
 class RendezvousError(RuntimeError):

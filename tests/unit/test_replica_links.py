@@ -220,6 +220,18 @@ def test_an_end_is_reported_by_way_of_the_hub(hub: LockstepRendezvous, ended: in
         assert cores[replica].links.wait_gone(WAIT_SECONDS) == ended
 
 
+def test_a_host_that_is_lost_is_detected_also_while_a_message_to_it_is_on_its_way(hub: LockstepRendezvous) -> None:
+    """While data are not acknowledged the kernel sends no keep-alive probes, and gives up after 15 minutes."""
+    for core in met([hub.new_member(replica) for replica in range(3)]):
+        for peer in core.links._peers.values():
+            idle, interval, count = (
+                peer.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+            unacknowledged = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert 0 < unacknowledged <= 1000 * (idle + interval * count) <= 11_000
+
+
 GREETING = struct.Struct("=qq32s")
 
 
