@@ -223,6 +223,8 @@ def _require_stacks(
                 f"which no stack of experts of the model has"
             )
         found.add((layer, stack.name))
+        # As for modules, patterns are matched here.
+        config.scale_of(f"{_layer_name(name)}.{stack.name}")
     missing = [
         f"{name}.{stack}"
         for name, layer in layers.items()

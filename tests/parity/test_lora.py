@@ -1,8 +1,10 @@
 """Adapters in one batch compute the same as if each were merged into the base model's weights."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.architectures.registry import ARCHITECTURES
 from models.errors import CheckpointError
-from models.lora.adapters import detach, load_adapters
+from models.lora.adapters import Adapter, attach, detach, load_adapters
 from models.lora.config import LoRAConfig
 from tests.parity.adapters import (
     PROJECTIONS,
@@ -196,6 +198,26 @@ def test_adapters_of_stacked_experts_compute_what_merged_stacks_do(
         assert_computes(merged if row.adapter else base, row.tokens, logits)
     detach(model.model, WIDE)
     assert_computes(base, rows[0].tokens, model.logits(rows[0].tokens))
+
+
+def test_patterns_are_matched_with_the_names_of_experts_before_the_adapter_is_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is attached between two steps, which would wait for them."""
+    model = PagedModel(
+        make_checkpoint(tmp_path / "base", variant_of("Qwen3MoeForCausalLM").family, num_hidden_layers=1)
+    )
+    path = tmp_path / "wide"
+    make_expert_adapter(path, Reference(tmp_path / "base").model, rank=3, alpha=4, is_transposed=False)
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "alpha_pattern": {"no|module": 2.0}}))
+    adapter = Adapter.read(model.model, path)
+    matches = Mock(return_value=False)
+    monkeypatch.setattr("models.lora.config._matches", matches)
+    attach(model.model, WIDE, adapter, dtype=torch.float32, device=CPU)
+    matches.assert_not_called()
+    assert adapter.config.scale_of("another") == pytest.approx(4 / 3)
+    matches.assert_called_once()
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,12 @@ def test_an_adapter_of_some_layers_must_hold_no_particular_module(tmp_path: Path
         ({"rank_pattern": {"a)|(b(": 2}}, "is none"),
         (
             {"alpha_pattern": {"a{999999999}": 2}},
-            "'a{{999999999}}' counts repetitions or has more than 500 characters",
+            "'a{{999999999}}' counts repetitions; write them out",
         ),
-        ({"alpha_pattern": {"(a)" * 200: 2}}, "counts repetitions or has more than 500 characters"),
+        (
+            {"alpha_pattern": {f"(a|{number}){'b' * 495}": 2 for number in range(10, 20)}},
+            "its keys that are regular expressions have 5010 characters; 4096 are the most",
+        ),
         ({"rank_pattern": {f"(a){number}": 2 for number in range(129)}}, "129 of its keys are regular expressions"),
         ({"rank_pattern": {"(?=a)b": 2}}, "(look-around, including look-ahead and look-behind, is not supported)"),
         ({"target_modules": 3}, "target_modules of {file} is 3; it must be a list of strings"),
