@@ -135,7 +135,7 @@ def _complete_bloom(fields: Fields) -> Fields:
         activation=("hidden_act", "gelu_pytorch_tanh"),
         biases_field="has_biases",
         body_prefix="",
-        names={"model.transformer.": "model.", "model.lm_head.": "lm_head."},
+        names={"model.transformer.": "model.", "model.lm_head.": "lm_head.", "model.score.": "score."},
     ),
 )
 class BloomForCausalLM(AlibiForCausalLM):

@@ -33,6 +33,13 @@ def _complete(fields: Fields) -> Fields:
     return Fields({**fields.values, **sizes}, fields.where)
 
 
+def _masks(fields: Fields) -> tuple[str, ...]:
+    """Names of the causal masks that old releases of transformers saved."""
+    layers = range(fields.integer("num_hidden_layers"))
+    names = [f"h.{layer}.attn.{name}" for layer in layers for name in ("bias", "masked_bias")]
+    return (*names, *(f"transformer.{name}" for name in names))
+
+
 @architecture(
     "GPTJForCausalLM",
     ConfigFacts(
@@ -55,6 +62,7 @@ def _complete(fields: Fields) -> Fields:
         activation=("activation_function", "gelu_new"),
         has_mlp_bias=True,
         bias_field="",
+        unread=_masks,
     ),
 )
 class GPTJForCausalLM(LlamaForCausalLM):

@@ -34,6 +34,8 @@ _MODE_FIELDS: tuple[tuple[str, Mode | None], ...] = (
 )
 """Fields of sentence-transformers' Pooling in the order in which their vectors are concatenated."""
 _MODE_NAMES: Mapping[str, Mode] = {"cls": "cls", "max": "max", "mean": "mean", "lasttoken": "last"}
+_SIZE_FIELDS = ("hidden_size", "n_embd", "n_embed", "d_model")
+"""Fields of config.json with the number of features of hidden states, of which a config has one."""
 _MAX_LABELS = 2**16
 _RERANKER_TOKENS = ("no", "yes")
 """The answer tokens from whose logits Qwen3-Reranker's score is computed."""
@@ -291,7 +293,7 @@ def _embedder(
     matryoshka: str,
 ) -> PoolingConfig:
     modes: tuple[Mode, ...] = ("mean",) if is_encoder else ("last",)
-    dimension = config.integer("hidden_size")
+    dimension = config.integer(next(filter(config.has, _SIZE_FIELDS), _SIZE_FIELDS[0]))
     function: Function = "none" if modules else "normalize"
     head: list[HeadLayer] = []
     for kind, folder in modules:

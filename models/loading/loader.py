@@ -346,7 +346,7 @@ def _of_body(tensors: Iterator[tuple[str, torch.Tensor]], names: frozenset[str])
     """
     for name, tensor in tensors:
         name = _OLD_NORM.sub(lambda found: f".LayerNorm.{_OLD_NORMS[found[1]]}", name)
-        spellings = (name, f"model.{name}", name.partition(".")[2])
+        spellings = (name, f"model.{name}", f"transformer.{name}", name.partition(".")[2])
         known = next((each for each in spellings if each in names), None)
         if known is not None or not (name.startswith(_HEADS) or name.endswith(_NO_WEIGHTS)):
             yield known or name, tensor

@@ -16,6 +16,7 @@ from models.errors import CheckpointError
 from models.loading.loader import load_model
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, assert_computes, prompt
+from tests.parity.variants.older import VARIANTS as OLDER
 from tests.parity.variants.qwen3_next import VARIANTS as QWEN3_NEXT
 
 WEIGHTS = "model.safetensors"
@@ -108,6 +109,15 @@ def test_computed_frequencies_and_a_copy_of_the_tied_embedding_are_ignored(tmp_p
     path = make_checkpoint(tmp_path, tie_word_embeddings=True)
     extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(307, 64)}
     expected = PagedModel(path).logits(prompt(9))
+    rewrite(path, lambda tensors: tensors.update(extras))
+    assert_computes(PagedModel(path), prompt(9), expected)
+
+
+def test_causal_masks_that_old_releases_saved_with_gptj_are_ignored(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, next(each.family for each in OLDER if each.architecture == "GPTJForCausalLM"))
+    expected = PagedModel(path).logits(prompt(9))
+    masks = {"bias": torch.ones(1, 1, 512, 512, dtype=torch.bool).tril(), "masked_bias": torch.tensor(-1e9)}
+    extras = {f"transformer.h.{layer}.attn.{name}": each.clone() for layer in range(2) for name, each in masks.items()}
     rewrite(path, lambda tensors: tensors.update(extras))
     assert_computes(PagedModel(path), prompt(9), expected)
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine.messages import PoolingParams
@@ -21,7 +22,7 @@ from engine.text.tokenizer import Tokenizer
 from models.architectures.pooling import read_pooling
 from models.errors import CheckpointError
 from tests.parity.ahead import Ahead
-from tests.parity.checkpoints import edit_json
+from tests.parity.checkpoints import Family, edit_json, make_checkpoint
 from tests.parity.embedding_checkpoints import (
     ENCODER_FAMILIES,
     add_modules,
@@ -33,10 +34,13 @@ from tests.parity.embedding_checkpoints import (
 )
 from tests.parity.foreign_models import APERTUS, GEMMA2, Foreign
 from tests.parity.pooling_engine import PoolingEngine, load_pooling
+from tests.parity.variants import Variant, older
 
 TOLERANCE = 1e-5
 LENGTHS = (1, 3, 17, 40, 64)
 RAW = PoolingParams(activate=False)
+OLDER = list({each.architecture: each for each in reversed(older.VARIANTS)}.values())
+"""The first variant of each."""
 
 
 def prompts(count: int = 307) -> list[list[int]]:
@@ -205,6 +209,31 @@ def test_a_body_that_was_saved_by_itself_has_no_prefix_and_needs_no_head(tmp_pat
     ran = PoolingEngine(load_pooling(tmp_path)).run(prompts())
     for vector, prompt in zip(ran.vectors, prompts(), strict=True):
         assert_close(vector, unit(hidden_states(embedder, prompt)[-1]))
+
+
+@pytest.mark.parametrize("variant", OLDER, ids=lambda variant: variant.architecture)
+@pytest.mark.parametrize("is_alone", [False, True], ids=["whole", "alone"])
+def test_models_whose_tensors_and_fields_have_other_names_embed(
+    variant: Variant, is_alone: bool, tmp_path: Path
+) -> None:
+    path = whole = make_checkpoint(tmp_path / "whole", variant.family, **variant.overrides)
+    if is_alone:
+        path = tmp_path / "alone"
+        AutoModel.from_pretrained(whole).save_pretrained(path)
+        (path / "tokenizer.json").write_bytes((whole / "tokenizer.json").read_bytes())
+    ran = PoolingEngine(load_pooling(path, task=("embed",))).run(prompts())
+    for vector, prompt in zip(ran.vectors, prompts(), strict=True):
+        assert_close(vector, unit(hidden_states(whole, prompt)[-1]))
+
+
+@pytest.mark.parametrize("variant", OLDER, ids=lambda variant: variant.architecture)
+def test_classifiers_whose_tensors_have_other_names(variant: Variant, tmp_path: Path) -> None:
+    config_class = variant.family.config_class
+    name = variant.architecture.replace("ForCausalLM", "ForSequenceClassification")
+    family = Family(config_class, getattr(transformers, name), variant.family.defaults)
+    path = make_checkpoint(tmp_path, family, num_labels=3, **variant.overrides)
+    for vector, prompt in zip(PoolingEngine(load_pooling(path)).run(prompts(), RAW).vectors, prompts(), strict=True):
+        assert_close(vector, logits(path, prompt))
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
