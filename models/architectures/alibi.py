@@ -12,6 +12,7 @@ from models.architectures.config import ModelConfig
 from models.architectures.llama import DecoderBody, FeedForward, LlamaAttention, LlamaForCausalLM, LlamaModel, PlainMLP
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
+from models.errors import CheckpointError
 from models.layers.alibi import AlibiEmbedding, AlibiHeads, num_extra_dims
 from models.layers.norm import LayerNorm
 from models.parallel.tensor_parallel import TensorParallel
@@ -30,6 +31,12 @@ class AlibiAttention(LlamaAttention):
     """Attention with ALiBi in the place of rotary positions."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        """Raises `CheckpointError` for attention in both directions, since biases are signed distances."""
+        if config.is_bidirectional:
+            raise CheckpointError(
+                f"{config.fields.where} asks for attention in both directions, which {config.architecture} does not "
+                "have in this release"
+            )
         super().__init__(config, layer, parallel)
         own = slice(parallel.rank * self.num_heads, (parallel.rank + 1) * self.num_heads)
         scale = self.score_scale(config) or config.head_dim**-0.5
@@ -193,6 +200,7 @@ class MptAttention(AlibiAttention):
 
 _MPT_WANTED = {"alibi": True, "attn_type": "multihead_attention", "prefix_lm": False, "qk_ln": False}
 """Fields of `attn_config` with the only values that transformers' model computes."""
+_MPT_NORMS = ("low_precision_layernorm", "layernorm")
 
 
 def _complete_mpt(fields: Fields) -> Fields:
@@ -202,6 +210,11 @@ def _complete_mpt(fields: Fields) -> Fields:
             raise section.invalid(name, json.dumps(wanted))
     if not fields.boolean("no_bias", True):
         raise fields.invalid("no_bias", "true, as in all published checkpoints")
+    # transformers' model ignores both.
+    if fields.has("logit_scale"):
+        raise fields.invalid("logit_scale", "null: logits are not scaled")
+    if fields.string("norm_type", "layernorm") not in _MPT_NORMS:
+        raise fields.invalid("norm_type", " or ".join(_MPT_NORMS))
     return _with_sizes(fields)
 
 

@@ -11,7 +11,7 @@ from models.architectures.config import ModelConfig
 from models.errors import CheckpointError
 from models.layers.alibi import AlibiEmbedding, AlibiHeads, num_extra_dims
 from models.loading.checkpoint import read_checkpoint_config
-from models.loading.loader import default_dtype
+from models.loading.loader import default_dtype, load_model
 from models.ops.columns import precede_heads
 from models.ops.cpu import runtime
 from models.ops.torch_ops import rotate
@@ -93,6 +93,30 @@ def test_mpt_has_the_slopes_of_its_authors_where_transformers_ignores_their_larg
 def test_an_option_of_mpt_that_transformers_ignores_is_refused(name: str, value: object, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{name} of attn_config of"):
         config_of(tmp_path, attn_config={name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("logit_scale", 0.5, "null"),
+        ("logit_scale", "inv_sqrt_d_model", "null"),
+        ("norm_type", "low_precision_rmsnorm", "low_precision_layernorm or layernorm"),
+        ("no_bias", False, "true"),
+    ],
+)
+def test_a_model_of_mpt_that_transformers_computes_otherwise_is_refused(
+    name: str, value: object, wanted: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} of .* must be {wanted}"):
+        config_of(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("architecture", ["BloomForCausalLM", "MptForCausalLM"])
+def test_attention_in_both_directions_is_refused(architecture: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, variant_of(architecture).family)
+    config = ModelConfig.from_checkpoint(path, is_bidirectional=True)
+    with pytest.raises(CheckpointError, match=f"asks for attention in both directions, which {architecture}"):
+        load_model(path, config, dtype=torch.float32, device=torch.device("cpu"), progress=False)
 
 
 def test_a_context_with_more_digits_is_refused() -> None:
