@@ -113,7 +113,7 @@ COMPARED = [
     *(Foreign(stem) for stem in ("Jais2", "Moshi", "NanoChat", "Olmo", "Persimmon", "VaultGemma")),
     Foreign("CTRL", head="LMHeadModel"),
 ]
-"""Models of the general route of which prompts alone are compared."""
+"""Models of the general route of which only prompts are compared."""
 
 _OF_ITS_OWN = "computes no attention through transformers' attention interface"
 REFUSED = [

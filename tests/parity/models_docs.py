@@ -58,7 +58,7 @@ def general_route_table() -> str:
 _RUN_BY = (
     "Kaon's own model",
     "the general route",
-    "the general route, prompts compared alone",
+    "the general route, only prompts compared",
     "the general route, not proven",
     "none: refused",
 )
