@@ -125,6 +125,8 @@ _HY3 = ConfigFacts(
 class HYV3ForCausalLM(LlamaForCausalLM):
     """Hunyuan 3 with its language-model head."""
 
+    renamed_parts: ClassVar[dict[str, str]] = {".shared_mlp.": ".shared_experts."}
+    """Adapters may have the names of published checkpoints, too."""
     attention: ClassVar[type[nn.Module]] = Qwen3Attention
 
     @staticmethod
