@@ -222,7 +222,7 @@ def _complete_mpt(fields: Fields) -> Fields:
     "MptForCausalLM",
     ConfigFacts(
         defaults={
-            "d_model": 2048,
+            "hidden_size": 2048,
             "layer_norm_epsilon": 1e-5,
             "max_position_embeddings": 2048,
             "tie_word_embeddings": True,

@@ -53,7 +53,8 @@ def profile(frame, event, _):
         counted.add(file)
         with open(OUT, "a") as out:
             out.write(file + "\\n")
-        state["off"] = code.co_name == "run_model"
+        if code.co_name == "run_model":
+            state["off"] = True
 
 sys.setprofile(profile)
 threading.setprofile(profile)

@@ -51,6 +51,7 @@ from tests.parity.variants import (
     llama,
     mamba2,
     moe,
+    older,
     phi3,
     qwen3_5,
     qwen3_next,
@@ -96,6 +97,7 @@ ARCHITECTURES = [
             attention_families.VARIANTS,
             mamba2.VARIANTS,
             lfm2.VARIANTS,
+            older.VARIANTS,
             recurrent.VARIANTS,
             zamba2.VARIANTS,
         )

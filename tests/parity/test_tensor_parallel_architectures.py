@@ -33,6 +33,7 @@ SUMS_OF_A_LAYER = {
 
 SUMS_OF_HYBRIDS = {
     "Lfm2MoeForCausalLM": (2, 0),
+    "BailingHybridForCausalLM": (2, 0),
     "KimiLinearForCausalLM": (2, 0),
     "GraniteMoeHybridForCausalLM": (2, 0),
     # Recurrent layers normalise over the channels of all ranks, or make their steps and keys of them.
