@@ -14,6 +14,7 @@ extra `kaon[otel]`, which is imported only if a variable asks for it. See docs/d
 
 import functools
 import gzip
+import logging
 import math
 import os
 import random
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from engine.sampling_params import SamplingParams
     from engine.text.request_state import RequestState
+
+_log = logging.getLogger(__name__)
 
 _PREFIX = "OTEL_EXPORTER_OTLP_"
 _SIGNALS = ("TRACES", "METRICS")
@@ -602,8 +605,11 @@ class _Histograms:
             closed = False
             while not closed:
                 closed = self._closed.wait(interval)
-                if (data := take()) is not None:
-                    exporter.export(data)
+                try:
+                    if (data := take()) is not None:
+                        exporter.export(data)
+                except Exception:  # noqa: BLE001 - the next export may succeed
+                    _log.exception("metrics were not exported; they are exported every %g s", interval)
             exporter.shutdown()
 
         self._lock = threading.Lock()

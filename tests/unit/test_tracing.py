@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from server.tracing import RequestTrace, Tracing, WrongVariable, requested_signals
@@ -222,6 +223,28 @@ def test_counts_are_cumulative_or_since_the_last_export(
     assert {point.count for point in points} == counts
     starts = [point.start_time_unix_nano for point in points]
     assert (starts[0] < starts[-1]) == (temporality == "delta")
+
+
+def test_an_exporter_that_raises_is_logged_and_tried_again(
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The SDK's older exporters raise where the time of a retry is over."""
+    export, has_raised = OTLPMetricExporter.export, threading.Event()
+
+    def raise_first(self: OTLPMetricExporter, *args: Any) -> Any:
+        if has_raised.is_set():
+            return export(self, *args)
+        has_raised.set()
+        raise ValueError("the timeout is not above 0")
+
+    monkeypatch.setattr(OTLPMetricExporter, "export", raise_first)
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "10")
+    tracing, now = Tracing({"METRICS"}, "1"), time.monotonic()
+    begin(tracing, now).generated([state(now)], PARAMS, "m", now)
+    assert has_raised.wait(60)
+    tracing.close()
+    assert [point.count for (point,) in receiver.histograms[FIRST_TOKEN]][-1] == 1
+    assert "the timeout is not above 0" in caplog.text
 
 
 @pytest.mark.parametrize(
