@@ -28,7 +28,7 @@ _KEY = 16.0
 _UNUSED = 1 << 30
 """The unit of a digit that is 0 for every position."""
 _ALIGNMENT = 32
-"""The CPU operators take heads whose size is a multiple of it."""
+"""Heads whose size is a multiple of it have no overlapping last vector in the CPU operators."""
 
 
 class AlibiEmbedding(nn.Module):
