@@ -123,13 +123,14 @@ VARIANTS = [
 def _fields(variant: Variant) -> dict[str, Any]:
     fields = {**variant.overrides, **_SIZES.get(variant.architecture, {})}
     if variant.architecture == "Phi3ForCausalLM":
-        # Its heads divide the hidden size, and longrope has a factor per pair.
+        # Its heads divide the hidden size.
         fields["hidden_size"] = 32 * fields.get("num_attention_heads", 4)
-        if "rope_parameters" in fields:
-            rope = fields["rope_parameters"]
-            pairs = int(16 * rope.get("partial_rotary_factor", 1))
-            factors = {name: (rope[name] * 2)[:pairs] for name in ("short_factor", "long_factor")}
-            fields["rope_parameters"] = {**rope, **factors}
+    rope = fields.get("rope_parameters") or {}
+    if "long_factor" in rope:
+        # There is a factor for each pair.
+        pairs = int(16 * rope.get("partial_rotary_factor", 1))
+        factors = {name: (rope[name] * 2)[:pairs] for name in ("short_factor", "long_factor")}
+        fields["rope_parameters"] = {**rope, **factors}
     return fields
 
 
