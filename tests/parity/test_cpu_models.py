@@ -106,6 +106,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 SELECTING = {
     ("GlmMoeDsaForCausalLM", "every layer selects five, biases, keys all rotated"),
     ("DeepseekV4ForCausalLM", "a layer of each kind, five entries of four tokens"),
+    ("MiniMaxForCausalLM", "six heads of 12, layers by their order"),
     ("Qwen3MoeForCausalLM", "weights as the router gives them"),
 }
 """Variants in which rounding selects other tokens or experts, nearly as good, as chance has it: with some weights Kaon
