@@ -139,7 +139,7 @@ def _complete_bloom(fields: Fields) -> Fields:
         },
         head_dim_field="",
         eps_field="layer_norm_epsilon",
-        activation=("hidden_act", "gelu_pytorch_tanh"),
+        activation=("", "gelu_pytorch_tanh"),
         biases_field="has_biases",
         body_prefix="",
         names={"model.transformer.": "model.", "model.lm_head.": "lm_head.", "model.score.": "score."},
@@ -236,7 +236,7 @@ def _complete_mpt(fields: Fields) -> Fields:
         },
         head_dim_field="",
         eps_field="layer_norm_epsilon",
-        activation=("hidden_act", "gelu"),
+        activation=("", "gelu"),
     ),
 )
 class MptForCausalLM(AlibiForCausalLM):

@@ -30,7 +30,9 @@ def _complete(fields: Fields) -> Fields:
         "intermediate_size": fields.integer("n_inner", 4 * fields.integer("hidden_size")),
         "num_key_value_heads": fields.integer("num_attention_heads"),
     }
-    return Fields({**fields.values, **sizes}, fields.where)
+    # transformers' class has one base of rotations, whatever such fields contain.
+    values = {name: value for name, value in fields.values.items() if not name.startswith("rope_")}
+    return Fields({**values, **sizes}, fields.where)
 
 
 def _masks(fields: Fields) -> tuple[str, ...]:

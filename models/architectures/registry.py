@@ -48,7 +48,7 @@ class ConfigFacts:
     eps_field: str = "rms_norm_eps"
     """The field with the epsilon of the norms."""
     activation: tuple[str, str] = ("hidden_act", "silu")
-    """The field with the activation of feed-forward layers, and the default."""
+    """The field with the activation of feed-forward layers, and the default; "" if it is always that."""
     has_mlp_bias: bool = False
     """Whether the field `mlp_bias` is read."""
     bias_field: str = "attention_bias"

@@ -9,9 +9,10 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.architectures.config import ModelConfig
-from tests.parity.checkpoints import Family, make_checkpoint
+from tests.parity.checkpoints import Family, edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_computes, prompt
 from tests.parity.variants import all_variants
+from tests.parity.variants.older import VARIANTS as OLDER
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 307,
@@ -922,6 +923,21 @@ def test_a_published_configuration_gives_the_log_probabilities_of_transformers(n
     (tmp_path / "config.json").write_text(published)
     tokens = prompt(48, seed=3)
     assert_computes(Reference(tmp_path), tokens, PagedModel(tmp_path, max_model_len=256).logits(tokens))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("BloomForCausalLM", {"hidden_act": "silu", "n_inner": 80}),
+        ("MptForCausalLM", {"hidden_act": "silu"}),
+        ("GPTJForCausalLM", {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ],
+)
+def test_fields_that_transformers_ignores_change_nothing(architecture: str, fields: dict[str, Any], tmp_path: Path):
+    path = make_checkpoint(tmp_path, next(each.family for each in OLDER if each.architecture == architecture))
+    edit_json(path / "config.json", **fields)
+    tokens = prompt(48)
+    assert_computes(Reference(path), tokens, PagedModel(path).logits(tokens))
 
 
 _LEFT_OUT = (
