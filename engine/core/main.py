@@ -42,9 +42,8 @@ def main() -> NoReturn:
         os.sched_setaffinity(0, launch.cpus)
     threading.excepthook = _end_process
     ranks = _Ranks(launch)
-    rendezvous = (
-        [launch.lockstep_member.directory] if launch.lockstep_member and launch.lockstep_member.directory else []
-    )
+    member = launch.lockstep_member
+    rendezvous = [member.directory] if member is not None and member.directory else []
     end_with_parent(lifeline, launch.directory, *rendezvous, on_ended=ranks.announce_shutdown)
     config = Config.model_validate_json(launch.config)
     configure_logging(launch.share.titled(launch.name), config.server_config.log_level)

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
-from models.architectures.llama import DecoderBody, FeedForward, LlamaAttention, LlamaForCausalLM, LlamaModel, PlainMLP
+from models.architectures.llama import (
+    DecoderBody,
+    FeedForward,
+    LlamaAttention,
+    LlamaForCausalLM,
+    LlamaModel,
+    plain_feed_forward,
+)
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
 from models.errors import CheckpointError
@@ -73,11 +80,7 @@ class AlibiForCausalLM(LlamaForCausalLM):
         body.rotary_emb = AlibiEmbedding(config.head_dim, config.max_model_len)
         return body
 
-    @staticmethod
-    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The feed-forward layer of the decoder layer with this index."""
-        del layer  # All layers have the same feed-forward layer.
-        return PlainMLP(config, parallel)
+    feed_forward = staticmethod(plain_feed_forward)
 
 
 class BloomModel(LlamaModel):

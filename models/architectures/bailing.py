@@ -1,13 +1,14 @@
 """Ling 3.0: Kimi Linear's delta rule with a bounded decay, latent attention with gated heads, and experts."""
 
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
-from models.architectures.deepseek_v2 import DeepseekV2ForCausalLM, mla_shape
-from models.architectures.hybrid import HybridDecoderLayer, HybridForCausalLM, HybridModel
+from models.architectures.deepseek_v2 import DeepseekV2ForCausalLM
+from models.architectures.kimi_linear import RENAMED, KimiLatentAttention, KimiLinearForCausalLM
 from models.architectures.llama import DecoderBody
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
@@ -18,13 +19,15 @@ from models.layers.norm import RMSNorm
 from models.ops.activation import gate_heads
 from models.parallel.tensor_parallel import TensorParallel
 
-_NAMES = {
-    ".attention.": ".self_attn.",
-    ".self_attn.dense": ".self_attn.o_proj",
-    ".forget_gate.": ".",
-    ".gate.expert_bias": ".gate.e_score_correction_bias",
-    "model.word_embeddings.": "model.embed_tokens.",
-}
+_NAMES = MappingProxyType(
+    {
+        ".attention.": ".self_attn.",
+        ".self_attn.dense": ".self_attn.o_proj",
+        ".forget_gate.": ".",
+        ".gate.expert_bias": ".gate.e_score_correction_bias",
+        "model.word_embeddings.": "model.embed_tokens.",
+    }
+)
 """Parts of module names in published checkpoints and in transformers' adapters -> the model's."""
 
 
@@ -67,11 +70,11 @@ class BailingDeltaAttention(DeltaMixer):
         return (wanted + torch.log(-torch.expm1(-wanted)) - self.dt_bias).to(inputs.dtype)
 
 
-class BailingLatentAttention(MLAAttention):
+class BailingLatentAttention(KimiLatentAttention):
     """Latent attention whose heads have output gates."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
-        super().__init__(f"model.layers.{layer}.self_attn", mla_shape(config), parallel=parallel)
+        super().__init__(config, layer, parallel)
         self.g_proj = ColumnParallelLinear(config.hidden_size, config.num_attention_heads, parallel=parallel)
 
     def gated(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -114,40 +117,21 @@ def _complete(fields: Fields) -> Fields:
             "topk_group": 4,
         },
         complete=_complete,
-        renamed={
-            "model_max_length": "max_position_embeddings",
-            "moe_renormalize": "norm_topk_prob",
-            "num_expert_group": "n_group",
-            "num_experts": "n_routed_experts",
-            "num_experts_per_token": "num_experts_per_tok",
-            "num_shared_experts": "n_shared_experts",
-        },
+        renamed=RENAMED,
         head_dim_field="qk_rope_head_dim",
         layer_kinds=frozenset({"linear_attention"}),
         names=_NAMES,
     ),
 )
-class BailingHybridForCausalLM(HybridForCausalLM):
+class BailingHybridForCausalLM(KimiLinearForCausalLM):
     """Ling 3.0 with its language-model head."""
 
-    renamed_parts: ClassVar[dict[str, str]] = _NAMES
-    checkpoint_modules: ClassVar[dict[str, str]] = {
-        "recurrent": "self_attn",
-        "feed_forward": "mlp",
-        "final_norm": "norm",
-    }
+    renamed_parts: ClassVar[MappingProxyType[str, str]] = _NAMES
     caching: ClassVar[tuple[type[nn.Module], ...]] = (MLAAttention, BailingDeltaAttention)
+    attention: ClassVar[type[nn.Module]] = BailingLatentAttention
+    delta_attention: ClassVar[type[nn.Module]] = BailingDeltaAttention
+    feed_forward = staticmethod(DeepseekV2ForCausalLM.feed_forward)
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """The body of the model: all modules except the head."""
-        config.require_silu()
-        kinds = config.fields.strings("layer_types")
-
-        def decoder_layer(layer: int) -> nn.Module:
-            feed_forward = DeepseekV2ForCausalLM.feed_forward(config, layer, parallel)
-            if kinds[layer] == "full_attention":
-                attention = BailingLatentAttention(config, layer, parallel)
-                return HybridDecoderLayer(config, feed_forward, self_attn=attention)
-            return HybridDecoderLayer(config, feed_forward, recurrent=BailingDeltaAttention(config, layer, parallel))
-
-        return HybridModel(config, decoder_layer, parallel)
+        return self.hybrid_body(config, parallel)

@@ -16,7 +16,7 @@ from models.architectures.llama import (
     LlamaModel,
     MakeNorm,
     ParallelDecoderLayer,
-    PlainMLP,
+    plain_feed_forward,
 )
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
@@ -140,8 +140,4 @@ class FalconForCausalLM(LlamaForCausalLM):
             body.rotary_emb = AlibiEmbedding(config.head_dim, config.max_model_len)
         return body
 
-    @staticmethod
-    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The feed-forward layer of the decoder layer with this index."""
-        del layer  # All layers have the same feed-forward layer.
-        return PlainMLP(config, parallel)
+    feed_forward = staticmethod(plain_feed_forward)

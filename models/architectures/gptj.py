@@ -11,7 +11,7 @@ from models.architectures.llama import (
     LlamaForCausalLM,
     LlamaModel,
     ParallelDecoderLayer,
-    PlainMLP,
+    plain_feed_forward,
 )
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
@@ -101,8 +101,4 @@ class GPTJForCausalLM(LlamaForCausalLM):
         del config
         return True
 
-    @staticmethod
-    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The feed-forward layer of the decoder layer with this index."""
-        del layer  # All layers have the same feed-forward layer.
-        return PlainMLP(config, parallel)
+    feed_forward = staticmethod(plain_feed_forward)

@@ -28,6 +28,23 @@ _NAMES = MappingProxyType({".block_sparse_moe.": ".mlp.", ".forget_gate.": "."})
 _SECTION = (("head_dim", "head_dim"), ("num_heads", "num_heads"), ("short_conv_kernel_size", "conv_kernel_dim"))
 """Fields of `linear_attn_config`, and transformers' names of them without the prefix `linear_`."""
 
+RENAMED = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""Fields of published configs -> the model's."""
+
+
+class KimiLatentAttention(MLAAttention):
+    """Latent attention of the sizes in a config."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__(f"model.layers.{layer}.self_attn", mla_shape(config), parallel=parallel)
+
 
 class KimiDeltaAttention(DeltaMixer):
     """The delta rule with a decay for each dimension of a key, and gates of low rank (Kimi Linear, 2025)."""
@@ -90,14 +107,7 @@ def _complete(fields: Fields) -> Fields:
             "topk_group": 1,
         },
         complete=_complete,
-        renamed={
-            "model_max_length": "max_position_embeddings",
-            "moe_renormalize": "norm_topk_prob",
-            "num_expert_group": "n_group",
-            "num_experts": "n_routed_experts",
-            "num_experts_per_token": "num_experts_per_tok",
-            "num_shared_experts": "n_shared_experts",
-        },
+        renamed=RENAMED,
         head_dim_field="qk_rope_head_dim",
         layer_kinds=frozenset({"linear_attention"}),
         names=_NAMES,
@@ -113,20 +123,26 @@ class KimiLinearForCausalLM(HybridForCausalLM):
         "final_norm": "norm",
     }
     caching: ClassVar[tuple[type[nn.Module], ...]] = (MLAAttention, KimiDeltaAttention)
+    attention: ClassVar[type[nn.Module]] = KimiLatentAttention
+    delta_attention: ClassVar[type[nn.Module]] = KimiDeltaAttention
+    """The class of recurrent layers, called with config, layer and parallel."""
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """The body of the model: all modules except the head."""
-        config.require_silu()
-        kinds = config.fields.strings("layer_types")
         # Latent attention here has no positions: 0 turning pairs give frequencies of 0, which rotate nothing.
         config = replace(config, rope=replace(config.rope, rope_type="proportional", turning_pairs=0))
+        return self.hybrid_body(config, parallel)
+
+    def hybrid_body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """The body whose layers are latent or recurrent by `layer_types`."""
+        config.require_silu()
+        kinds = config.fields.strings("layer_types")
 
         def decoder_layer(layer: int) -> nn.Module:
             feed_forward = self.feed_forward(config, layer, parallel)
             if kinds[layer] == "full_attention":
-                attention = MLAAttention(f"model.layers.{layer}.self_attn", mla_shape(config), parallel=parallel)
-                return HybridDecoderLayer(config, feed_forward, self_attn=attention)
-            return HybridDecoderLayer(config, feed_forward, recurrent=KimiDeltaAttention(config, layer, parallel))
+                return HybridDecoderLayer(config, feed_forward, self_attn=self.attention(config, layer, parallel))
+            return HybridDecoderLayer(config, feed_forward, recurrent=self.delta_attention(config, layer, parallel))
 
         return HybridModel(config, decoder_layer, parallel)
 

@@ -260,6 +260,12 @@ FeedForward: TypeAlias = Callable[[ModelConfig, int, TensorParallel], nn.Module]
 """Makes the feed-forward layer of the decoder layer with this index."""
 
 
+def plain_feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+    """The feed-forward layer without a gate of the decoder layer with this index."""
+    del layer  # All layers have the same feed-forward layer.
+    return PlainMLP(config, parallel)
+
+
 class LlamaDecoderLayer(nn.Module):
     """Attention and feed-forward, each with a norm before it and a residual connection."""
 

@@ -2,10 +2,8 @@
 
 from typing import ClassVar
 
-from torch import nn
-
 from models.architectures.config import ModelConfig
-from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaModel, MakeNorm, PlainMLP
+from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaModel, MakeNorm, plain_feed_forward
 from models.architectures.registry import ConfigFacts, architecture
 from models.layers.norm import LayerNorm, OffsetLayerNorm
 from models.parallel.tensor_parallel import TensorParallel
@@ -17,11 +15,7 @@ _RELU2 = ("hidden_act", "relu2")
 class ArceeForCausalLM(LlamaForCausalLM):
     """AFM with its language-model head."""
 
-    @staticmethod
-    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The feed-forward layer of the decoder layer with this index."""
-        del layer  # All layers have the same feed-forward layer.
-        return PlainMLP(config, parallel)
+    feed_forward = staticmethod(plain_feed_forward)
 
 
 class LayerNormModel(LlamaForCausalLM):
@@ -49,11 +43,7 @@ class NemotronForCausalLM(LayerNormModel):
 
     norm: ClassVar[MakeNorm] = OffsetLayerNorm
 
-    @staticmethod
-    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The feed-forward layer of the decoder layer with this index."""
-        del layer  # All layers have the same feed-forward layer.
-        return PlainMLP(config, parallel)
+    feed_forward = staticmethod(plain_feed_forward)
 
 
 _STARCODER2 = ConfigFacts(
@@ -72,8 +62,4 @@ class Starcoder2ForCausalLM(LayerNormModel):
     checkpoint_modules: ClassVar[dict[str, str]] = {"up_proj": "c_fc", "down_proj": "c_proj"}
     """Module of the model -> its name in checkpoints."""
 
-    @staticmethod
-    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The feed-forward layer of the decoder layer with this index."""
-        del layer  # All layers have the same feed-forward layer.
-        return PlainMLP(config, parallel)
+    feed_forward = staticmethod(plain_feed_forward)
