@@ -121,13 +121,10 @@ def test_no_step_pauses_and_nothing_is_interposed_while_all_owners_are_alike() -
     assert (made.num_pauses, len(made.interposed)) == (0, 0)
 
 
-@pytest.mark.parametrize(("service", "is_whole"), [(0.9, True), (1.2, False)])
-def test_a_short_prompt_of_an_owner_served_no_more_than_the_mean_is_added_whole_to_a_short_step(
-    service: float, is_whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The decodes of others leave only the time of a chunk in each step of a small model."""
+def engine_of_ten_owners(seconds_per_prompt_token: float) -> SimulatedEngine:
+    """An engine of a small model whose ten owners decode for two seconds, and which interposes no steps."""
     settings = {"max_interposed_tokens": 512, "default_step_seconds": 0.05, "max_step_seconds": None}
-    made = SimulatedEngine(device(0.0008, 0.00006, decode=0.00012), **settings)
+    made = SimulatedEngine(device(0.0008, seconds_per_prompt_token, decode=0.00012), **settings)
     made.add(3000, 20)
     made.run()
     for number in range(40):
@@ -137,6 +134,15 @@ def test_a_short_prompt_of_an_owner_served_no_more_than_the_mean_is_added_whole_
     budget = made.scheduler.step_budget
     assert budget is not None
     budget.note_failed_interposed()
+    return made
+
+
+@pytest.mark.parametrize(("service", "is_whole"), [(0.9, True), (1.2, False)])
+def test_a_short_prompt_of_an_owner_served_no_more_than_the_mean_is_added_whole_to_a_short_step(
+    service: float, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decodes of others leave only the time of a chunk in each step of a small model."""
+    made = engine_of_ten_owners(0.00006)
     monkeypatch.setattr(made.scheduler._shares, "recent", lambda owner: service)
     made.steps.clear()
     made.interposed.clear()
@@ -149,17 +155,7 @@ def test_a_short_prompt_of_an_owner_served_no_more_than_the_mean_is_added_whole_
 
 
 def test_a_prompt_that_was_started_proceeds_next_to_short_prompts_that_are_added_to_each_step() -> None:
-    settings = {"max_interposed_tokens": 512, "default_step_seconds": 0.05, "max_step_seconds": None}
-    made = SimulatedEngine(device(0.0008, 0.0001, decode=0.00012), **settings)
-    made.add(3000, 20)
-    made.run()
-    for number in range(40):
-        made.add(20, 3000, owner=f"heavy {number % 10}", at=made.now)
-    end = made.now + 2
-    made.run(lambda: made.now > end)
-    budget = made.scheduler.step_budget
-    assert budget is not None
-    budget.note_failed_interposed()
+    made = engine_of_ten_owners(0.0001)
     long = made.add(640, 1, owner="long", at=made.now)
     made.step()
     made.steps.clear()

@@ -62,14 +62,18 @@ def wait_until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_each_core_meets_all_others_and_wakes_them(rendezvous: LockstepRendezvous) -> None:
-    cores = met([rendezvous.new_member(replica) for replica in range(3)])
+def assert_each_wakes_all_others(cores: list[Core]) -> None:
     for number, core in enumerate(cores):
         core.links.ring(number)
         for other in cores:
             if other is not core:
                 assert other.rings.get(timeout=WAIT_SECONDS) == number
     assert all(core.rings.empty() for core in cores)
+
+
+def test_each_core_meets_all_others_and_wakes_them(rendezvous: LockstepRendezvous) -> None:
+    cores = met([rendezvous.new_member(replica) for replica in range(3)])
+    assert_each_wakes_all_others(cores)
 
 
 def test_the_end_of_one_is_reported_to_all_others(rendezvous: LockstepRendezvous) -> None:
@@ -202,12 +206,7 @@ def address_of(rendezvous: LockstepRendezvous) -> tuple[str, int]:
 
 def test_the_hub_forwards_what_wakes_the_others(hub: LockstepRendezvous) -> None:
     cores = met([hub.new_member(replica) for replica in range(3)])
-    for number, core in enumerate(cores):
-        core.links.ring(number)
-        for other in cores:
-            if other is not core:
-                assert other.rings.get(timeout=WAIT_SECONDS) == number
-    assert all(core.rings.empty() for core in cores)
+    assert_each_wakes_all_others(cores)
 
 
 @pytest.mark.parametrize(("ended", "informed"), [(0, (1, 2)), (1, (0,))])
