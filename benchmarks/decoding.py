@@ -353,7 +353,7 @@ def _step(model: Any, operators: "Library | None") -> Callable[[], object]:
     import torch
 
     from engine.runner.kv_cache import LayerCaches
-    from models.attention.backend import select_backend
+    from models.attention.backend import AttentionBatch, select_backend
     from models.attention.context import Context, forward_context
     from models.attention.cpu_native import NativeMetaData
     from models.ops.cpu.program import record
@@ -375,11 +375,13 @@ def _step(model: Any, operators: "Library | None") -> Callable[[], object]:
     ids, positions = torch.arange(BATCH), torch.full((BATCH,), _EXPERTS_CONTEXT)
 
     metadata = backend.build_metadata(
-        query_lens=[1] * BATCH,
-        seq_lens=[_EXPERTS_CONTEXT + 1] * BATCH,
-        block_tables=tables,
-        slot_mapping=slots,
-        num_decodes=BATCH,
+        AttentionBatch(
+            query_lens=np.ones(BATCH, np.int64),
+            seq_lens=np.full(BATCH, _EXPERTS_CONTEXT + 1),
+            block_tables=tables,
+            slot_mapping=slots,
+            num_decodes=BATCH,
+        )
     )
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from benchmarks.gpu.bench import Bench, Case, Values, Wrong
 from engine.sampling.parameters import RandomRows, SamplingRows
 from engine.sampling.sampler import Sampler
 from engine.text.structured.matcher import MaskedRow, packed
+from models.attention.backend import AttentionBatch
 from models.attention.gpu import TritonMetaData
 from models.attention.triton import TritonAttentionBackend
 from models.config.rope import RopeConfig
@@ -76,11 +77,13 @@ class Problem:
         self.num_decodes = len(self.queries) if self.queries.max() == 1 else 0
         self.backend = TritonAttentionBackend(bench.device)
         metadata = self.backend.build_metadata(
-            query_lens=self.queries,
-            seq_lens=self.lengths,
-            block_tables=tables,
-            slot_mapping=np.zeros(len(self.q), dtype=np.int64),
-            num_decodes=self.num_decodes,
+            AttentionBatch(
+                query_lens=self.queries,
+                seq_lens=self.lengths,
+                block_tables=tables,
+                slot_mapping=np.zeros(len(self.q), dtype=np.int64),
+                num_decodes=self.num_decodes,
+            )
         )
         assert isinstance(metadata, TritonMetaData)
         self.metadata = metadata

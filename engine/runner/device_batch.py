@@ -120,7 +120,7 @@ class DeviceBatch:
         if target.tables is not None:
             tables = self._room_for_tables(inputs, target, graph_size)
             target.tables.send(*changes.entries(), upload.add)
-        metadata = _metadata(inputs, target, tables, upload.add)
+        metadata = target.backend.build_metadata(inputs, tables, upload.add)
         adapters = None
         if graph_size and target.graphs_take_adapters:
             (adapters,) = upload.add([_adapters(inputs)])
@@ -234,7 +234,7 @@ class DeviceBatch:
             torch.from_numpy(inputs.carried_positions),
             torch.from_numpy(inputs.last_tokens),
             torch.from_numpy(inputs.sampled_slots),
-            _metadata(inputs, target, None, None),
+            target.backend.build_metadata(inputs),
             graph_size,
             torch.from_numpy(_adapters(inputs)) if graph_size and target.graphs_take_adapters else None,
         )
@@ -259,22 +259,3 @@ def _adapters(inputs: StepInputs) -> npt.NDArray[np.int64]:
     if inputs.adapters is None:
         return np.zeros(len(inputs.input_ids), dtype=np.int64)
     return np.repeat(inputs.adapters.astype(np.int64), inputs.query_lens)
-
-
-def _metadata(
-    inputs: StepInputs, target: AttentionTarget, tables: torch.Tensor | None, send: Send | None
-) -> AttentionMetaData:
-    block_tables = inputs.block_tables if tables is None else tables
-    assert block_tables is not None, "block tables are on the host or on the device"
-    return target.backend.build_metadata(
-        query_lens=inputs.query_lens,
-        seq_lens=inputs.seq_lens,
-        block_tables=block_tables,
-        slot_mapping=inputs.slot_mapping,
-        num_decodes=inputs.num_decodes,
-        slots=inputs.states,
-        slots_after=inputs.states_after,
-        num_by_token=inputs.num_by_token,
-        query_len=inputs.query_len,
-        send=send,
-    )

@@ -18,7 +18,7 @@ import torch
 from engine.runner.device import Device, Uploads
 from engine.runner.graphs import GraphMemory, GraphRunner, GraphShape
 from engine.runner.input_batch import DraftSpan
-from models.attention.backend import AttentionBackend, AttentionMetaData
+from models.attention.backend import AttentionBackend, AttentionBatch, AttentionMetaData
 from models.attention.context import Context, ForwardContext, LoRARows, forward_context
 from models.layers.base import DraftLM
 from models.ops.types import LayerCache
@@ -81,12 +81,14 @@ class DraftGraphRunner(GraphRunner):
         upload = uploads.begin()
         ids, positions, index = upload.add([span.token_ids, span.positions, rows])
         metadata = self._backend.build_metadata(
-            query_lens=np.full(size, length, dtype=np.int64),
-            seq_lens=np.concatenate((ends, np.full(missing, length, dtype=np.int64))),
-            block_tables=tables,
-            slot_mapping=np.concatenate((span.slot_mapping, np.full(missing * length, self.padding_slot))),
-            num_decodes=size,
-            query_len=length,
+            AttentionBatch(
+                query_lens=np.full(size, length, dtype=np.int64),
+                seq_lens=np.concatenate((ends, np.full(missing, length, dtype=np.int64))),
+                block_tables=tables,
+                slot_mapping=np.concatenate((span.slot_mapping, np.full(missing * length, self.padding_slot))),
+                num_decodes=size,
+                query_len=length,
+            ),
             send=upload.add,
         )
         upload.go()

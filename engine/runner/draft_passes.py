@@ -16,7 +16,7 @@ from engine.runner.graphs import GraphMemory, GraphShape
 from engine.runner.input_batch import DraftSpan
 from engine.runner.loaded_model import LoadedModel
 from engine.speculative.drafts import max_sampled_tokens
-from models.attention.backend import AttentionBackend, AttentionMetaData
+from models.attention.backend import NO_ROWS, AttentionBackend, AttentionBatch, AttentionMetaData
 from models.attention.context import Context, forward_context
 from models.layers.base import DraftLM
 from models.ops.cpu.collectives import SharedMemoryCollectives
@@ -81,11 +81,13 @@ class DraftPasses:
         """Prepare a pass over the last `counts` entries before `ends` of each row."""
         num_rows = len(counts)
         return self.backend.build_metadata(
-            query_lens=counts,
-            seq_lens=ends,
-            block_tables=span.block_tables,
-            slot_mapping=span.slot_mapping,
-            num_decodes=num_rows if len(span.token_ids) == num_rows else 0,
+            AttentionBatch(
+                query_lens=counts,
+                seq_lens=ends,
+                block_tables=span.block_tables,
+                slot_mapping=span.slot_mapping,
+                num_decodes=num_rows if len(span.token_ids) == num_rows else 0,
+            )
         )
 
     def run(
@@ -207,10 +209,7 @@ class DraftPasses:
     ) -> None:
         """Record the passes, where the drafter's code only calls operators."""
         loaded, model = self._loaded, self._model
-        none = np.zeros(0, dtype=np.int64)
-        metadata = loaded.backend.build_metadata(
-            query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0
-        )
+        metadata = loaded.backend.build_metadata(NO_ROWS)
         if metadata.step is None:
             return
 

@@ -23,7 +23,7 @@ from engine.runner.device import Device, DeviceMemory, Graph, oom_in_step
 from engine.runner.device_batch import DeviceInputs
 from engine.runner.input_batch import RowBounds, StepInputs
 from engine.runner.memory_sizing import gib
-from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
+from models.attention.backend import NO_SLOT, AttentionBackend, AttentionBatch, AttentionMetaData
 from models.attention.context import Context, ForwardContext, LoRARows, forward_context, get_forward_context
 from models.ops.triton.grids import PIECE
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
@@ -500,15 +500,17 @@ class GraphRunner:
         if shape.states_per_slot and shape.query_len > 1:
             states_after = np.full(size * shape.query_len, shape.padding_state)
         metadata = self._backend.build_metadata(
-            query_lens=np.full(size, shape.query_len, dtype=np.int64),
-            seq_lens=np.full(size, seq_len, dtype=np.int64),
-            block_tables=np.full((size, num_blocks), shape.padding_block, dtype=np.int32),
-            slot_mapping=np.tile(slots, size),
-            num_decodes=size,
-            slots=np.full(size, shape.padding_state) if shape.states_per_slot else None,
-            slots_after=states_after,
-            num_by_token=size if states_after is not None else 0,
-            query_len=shape.query_len,
+            AttentionBatch(
+                query_lens=np.full(size, shape.query_len, dtype=np.int64),
+                seq_lens=np.full(size, seq_len, dtype=np.int64),
+                block_tables=np.full((size, num_blocks), shape.padding_block, dtype=np.int32),
+                slot_mapping=np.tile(slots, size),
+                num_decodes=size,
+                states=np.full(size, shape.padding_state) if shape.states_per_slot else None,
+                states_after=states_after,
+                num_by_token=size if states_after is not None else 0,
+                query_len=shape.query_len,
+            )
         )
         for tokens in self._tokens:
             tokens.zero_()

@@ -17,7 +17,7 @@ from engine.messages import PoolingParams
 from engine.sampling.parameters import SamplingColumns, SamplingRows
 from engine.sampling.verification import accepted_positions
 from engine.sequence import Sequence
-from models.attention.backend import NO_SLOT
+from models.attention.backend import NO_SLOT, AttentionBatch
 from models.config.rope import with_lengths
 from models.ops.cpu.structures import Sampling
 
@@ -63,9 +63,9 @@ class PooledSpan(NamedTuple):
     params: PoolingParams
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One step's arrays: B rows, decodes first, with T tokens in total. At S positions a token is sampled.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs(AttentionBatch):
+    """One step's arrays: those that attention reads, and those of S positions where a token is sampled.
 
     A row samples a token after its last known token; a row that verifies drafts also samples after each draft. A row
     that computes a chunk before a prompt's end, or a pooled prompt, samples none.
@@ -73,14 +73,8 @@ class StepInputs:
 
     input_ids: npt.NDArray[np.int64]  # [T]
     positions: npt.NDArray[np.int64]  # [T]
-    slot_mapping: npt.NDArray[np.int64]  # [T], where the token's K and V go: block * block_size + offset
-    query_lens: npt.NDArray[np.int64]  # [B], tokens computed
-    seq_lens: npt.NDArray[np.int64]  # [B], tokens attended to, this step's included
-    block_tables: npt.NDArray[np.int32] | None  # [B, num_blocks]; None where the tables are on the device
     num_blocks: int
     """Blocks of the longest row."""
-    num_decodes: int
-    """Leading rows of `query_len` tokens each."""
     slots: npt.NDArray[np.int64]  # [B]
     sampled_rows: npt.NDArray[np.int64]  # [S], row of each sampled position, ascending
     sampled_slots: npt.NDArray[np.int64]  # [S]
@@ -90,13 +84,7 @@ class StepInputs:
     sampling: SamplingRows | None
     """None if sampling a row depends on its last token, and the host has not read that token yet."""
     adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
-    states: npt.NDArray[np.int64] | None = None  # [B], see `AttentionMetaData.slots`; None where layers keep none
-    states_after: npt.NDArray[np.int64] | None = None  # [T], see `AttentionMetaData.slots_after`
     rope_lengths: npt.NDArray[np.int64] | None = None  # [T], `Sequence.rope_length`; None where all are 0
-    num_by_token: int = 0
-    """Number of leading decode rows, in a step that verifies drafts of a model with recurrent states."""
-    query_len: int = 1
-    """Tokens of a decode row: one plus the drafts that are verified with it."""
     has_drafts: bool = False
     """Whether a row verifies drafts."""
     pooled: Rows[PooledSpan] = ()

@@ -47,6 +47,7 @@ from engine.sampling.verification import NO_TOKEN
 from engine.speculative.drafts import max_sampled_tokens
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM
+from models.attention.backend import NO_ROWS
 from models.attention.context import (
     Context,
     EncoderPrompts,
@@ -1018,11 +1019,8 @@ def record_pass(
     `num_tokens`: None for `max_num_batched_tokens`. `kv_cache_data` is as in `forward_context`. Of the memory for the
     largest step, pages are committed when steps first use them. Raises `NotRecordable`.
     """
-    none = np.zeros(0, dtype=np.int64)
     num_tokens = loaded.config.max_num_batched_tokens if num_tokens is None else num_tokens
-    metadata = loaded.backend.build_metadata(
-        query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0
-    )
+    metadata = loaded.backend.build_metadata(NO_ROWS)
     if metadata.step is None:
         raise NotRecordable(f"the attention backend {loaded.backend.name} does not attend by the compiled operators")
 

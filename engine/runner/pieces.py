@@ -18,7 +18,7 @@ import torch
 from engine.runner.device import Device, Graph
 from engine.runner.device_batch import DeviceInputs
 from engine.runner.graphs import GraphMemory, GraphRunner, GraphShape
-from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
+from models.attention.backend import NO_SLOT, AttentionBackend, AttentionBatch, AttentionMetaData
 from models.attention.context import Between, Context, OfTokens, forward_context
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
@@ -125,12 +125,14 @@ class PieceRunner(GraphRunner):
         slots = np.where(positions < shape.block_size, self.padding_slot + positions, NO_SLOT)
         num_blocks = -(-int(lengths.max()) // shape.block_size)
         return self._backend.build_metadata(
-            query_lens=lengths,
-            seq_lens=lengths,
-            block_tables=np.full((len(lengths), num_blocks), shape.padding_block, dtype=np.int32),
-            slot_mapping=slots,
-            num_decodes=0,
-            slots=np.full(len(lengths), shape.padding_state) if shape.states_per_slot else None,
+            AttentionBatch(
+                query_lens=lengths,
+                seq_lens=lengths,
+                block_tables=np.full((len(lengths), num_blocks), shape.padding_block, dtype=np.int32),
+                slot_mapping=slots,
+                num_decodes=0,
+                states=np.full(len(lengths), shape.padding_state) if shape.states_per_slot else None,
+            )
         )
 
     def _pass(self, size: int, metadata: AttentionMetaData) -> Callable[[], None]:

@@ -21,7 +21,7 @@ from engine.runner.device import oom_at_start, oom_in_step
 from engine.runner.device_batch import DeviceInputs
 from engine.sequence import Sequence as EngineSequence
 from engine.speculative.drafts import max_verified_rows
-from models.attention.backend import AttentionBackend
+from models.attention.backend import AttentionBackend, AttentionBatch
 from models.attention.context import Context
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -182,12 +182,14 @@ def dummy_prompt(
     """A dummy prompt of one token in `block`, of which nothing is sampled."""
     one = np.ones(1, np.int64)
     metadata = backend.build_metadata(
-        query_lens=one,
-        seq_lens=one,
-        block_tables=np.array([[block]], np.int32),
-        slot_mapping=np.array([block * block_size]),
-        num_decodes=0,
-        slots=np.zeros(1, np.int64) if have_states else None,
+        AttentionBatch(
+            query_lens=one,
+            seq_lens=one,
+            block_tables=np.array([[block]], np.int32),
+            slot_mapping=np.array([block * block_size]),
+            num_decodes=0,
+            states=np.zeros(1, np.int64) if have_states else None,
+        )
     )
     positions, token = torch.zeros(2, 1, dtype=torch.int64, device=device)
     none = token[:0]

@@ -1,13 +1,13 @@
 """`AttentionBackend`: the contract between the model runner, the attention layers and a device's attention code.
 
-In order: the metadata of a step, the contract, and the registry from which `select_backend` chooses.
+In order: a step's rows and its metadata, the contract, and the registry from which `select_backend` chooses.
 """
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,32 @@ _log = logging.getLogger(__name__)
 
 NO_SLOT = -1
 """The slot of tokens that are not stored, of rows without a state, and of tokens that change no state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """The rows of a step, on the host: B rows with T tokens in total, first `num_decodes` of `query_len` tokens each,
+    then prefills."""
+
+    query_lens: npt.NDArray[np.int64]  # [B], tokens computed
+    seq_lens: npt.NDArray[np.int64]  # [B], tokens attended to, this step's included
+    block_tables: npt.NDArray[np.int32] | None
+    """[B, max_blocks]; entries past a row's length are ignored. None where the tables are on the device."""
+    slot_mapping: npt.NDArray[np.int64]  # [T], where the token's K and V go: block * block_size + offset
+    num_decodes: int
+    query_len: int = 1
+    """Tokens of a decode row: one plus the drafts that are verified with it."""
+    states: npt.NDArray[np.int64] | None = None  # [B], see `AttentionMetaData.slots`; None where layers keep none
+    states_after: npt.NDArray[np.int64] | None = None  # [T], see `AttentionMetaData.slots_after`
+    num_by_token: int = 0
+    """See `AttentionMetaData.num_by_token`."""
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+NO_ROWS = AttentionBatch(
+    query_lens=_NONE, seq_lens=_NONE, block_tables=np.zeros((0, 1), np.int32), slot_mapping=_NONE, num_decodes=0
+)
+"""A step without rows, for code that is recorded and not run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +95,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     """The backend's name in logs."""
     reads_tables_on_device: ClassVar[bool] = False
-    """Whether `build_metadata` accepts block tables that are on the device."""
+    """Whether `build_metadata` takes block tables that are on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -89,26 +115,13 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def build_metadata(
-        self,
-        *,
-        query_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        seq_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        block_tables: npt.NDArray[np.int32] | torch.Tensor,
-        slot_mapping: npt.NDArray[np.int64],
-        num_decodes: int,
-        slots: npt.NDArray[np.int64] | None = None,
-        slots_after: npt.NDArray[np.int64] | None = None,
-        num_by_token: int = 0,
-        query_len: int = 1,
-        send: Send | None = None,
+        self, batch: AttentionBatch, tables: torch.Tensor | None = None, send: Send | None = None
     ) -> AttentionMetaData:
-        """Build a step's metadata: B rows, first `num_decodes` of `query_len` tokens, then prefills; T tokens in
-        total.
+        """Build a step's metadata.
 
-        `query_lens` [B]: tokens computed. `seq_lens` [B]: tokens attended to, those included. `block_tables`
-        [B, max_blocks]: entries past a row's length are ignored. `slot_mapping` [T]: block * block_size + offset.
-        `slots` [B], `slots_after` [T] and `num_by_token` as in `AttentionMetaData`. `send` copies the arrays to the
-        device, possibly later; without it they are copied at once. No work that reads them is enqueued here.
+        `tables`: the block tables on the device, where `batch` has none. # [B, max_blocks] int32
+        `send` copies the arrays to the device, possibly later; without it they are copied at once. No work that reads
+        them is enqueued here.
         """
 
     @abstractmethod

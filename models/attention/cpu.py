@@ -3,16 +3,14 @@
 In order: attention over keys and values of heads; latent attention; the lightning indexer; the backend.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from models.attention.backend import BACKENDS, AttentionBackend, AttentionMetaData
+from models.attention.backend import BACKENDS, AttentionBackend, AttentionBatch, AttentionMetaData
 from models.attention.cpu_cache import (
     PagedKV,
     Scratch,
@@ -393,38 +391,26 @@ class CPUAttentionBackend(AttentionBackend):
         self._scratch = Scratch()
 
     def build_metadata(
-        self,
-        *,
-        query_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        seq_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        block_tables: npt.NDArray[np.int32] | torch.Tensor,
-        slot_mapping: npt.NDArray[np.int64],
-        num_decodes: int,
-        slots: npt.NDArray[np.int64] | None = None,
-        slots_after: npt.NDArray[np.int64] | None = None,
-        num_by_token: int = 0,
-        query_len: int = 1,
-        send: Send | None = None,
+        self, batch: AttentionBatch, tables: torch.Tensor | None = None, send: Send | None = None
     ) -> CPUAttentionMetaData:
         """See `AttentionBackend`. All rows of several tokens count as prefills, including those that verify drafts."""
-        assert isinstance(block_tables, np.ndarray), "the CPU backend reads block tables from NumPy arrays"
-        queries = np.asarray(query_lens, dtype=np.int64)
-        contexts = np.asarray(seq_lens, dtype=np.int64)
+        assert batch.block_tables is not None, "the CPU backend reads block tables from NumPy arrays"
+        states, states_after = batch.states, batch.states_after
         return self._metadata_type(
             backend=self,
-            cu_seqlens_q=torch.from_numpy(np.concatenate(([0], np.cumsum(queries))).astype(np.int32)),
-            seq_lens=torch.from_numpy(contexts.astype(np.int32)),
-            block_tables=torch.from_numpy(block_tables),
-            slot_mapping=torch.from_numpy(slot_mapping),
-            num_decodes=num_decodes if query_len == 1 else 0,
-            query_len=query_len,
-            slots=None if slots is None else torch.from_numpy(slots),
-            slots_after=None if slots_after is None else torch.from_numpy(slots_after),
-            num_by_token=num_by_token,
-            query_lens=queries,
-            context_lens=contexts,
-            host_block_tables=block_tables,
-            host_slot_mapping=slot_mapping,
+            cu_seqlens_q=torch.from_numpy(np.concatenate(([0], np.cumsum(batch.query_lens))).astype(np.int32)),
+            seq_lens=torch.from_numpy(batch.seq_lens.astype(np.int32)),
+            block_tables=torch.from_numpy(batch.block_tables),
+            slot_mapping=torch.from_numpy(batch.slot_mapping),
+            num_decodes=batch.num_decodes if batch.query_len == 1 else 0,
+            query_len=batch.query_len,
+            slots=None if states is None else torch.from_numpy(states),
+            slots_after=None if states_after is None else torch.from_numpy(states_after),
+            num_by_token=batch.num_by_token,
+            query_lens=batch.query_lens,
+            context_lens=batch.seq_lens,
+            host_block_tables=batch.block_tables,
+            host_slot_mapping=batch.slot_mapping,
         )
 
     def forward(

@@ -1,6 +1,6 @@
 """The common base of GPU attention backends: a step's metadata, and the buffers that captured graphs read."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
+from models.attention.backend import NO_SLOT, AttentionBackend, AttentionBatch, AttentionMetaData
 from models.ops import triton
 from models.ops.flash_attention import Spans, spans_of
 from models.ops.memory import Send, upload
@@ -197,49 +197,38 @@ class GPUAttentionBackend(AttentionBackend):
         """Graph buffers by the number of tokens of a row."""
 
     def build_metadata(
-        self,
-        *,
-        query_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        seq_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        block_tables: npt.NDArray[np.int32] | torch.Tensor,
-        slot_mapping: npt.NDArray[np.int64],
-        num_decodes: int,
-        slots: npt.NDArray[np.int64] | None = None,
-        slots_after: npt.NDArray[np.int64] | None = None,
-        num_by_token: int = 0,
-        query_len: int = 1,
-        send: Send | None = None,
+        self, batch: AttentionBatch, tables: torch.Tensor | None = None, send: Send | None = None
     ) -> TritonMetaData:
         """See `AttentionBackend`."""
-        lengths = HostLengths(np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.int64))
+        lengths = HostLengths(batch.query_lens, batch.seq_lens)
         starts = np.zeros(len(lengths.queries) + 1, dtype=np.int32)
         np.cumsum(lengths.queries, out=starts[1:])
-        items = list_pieces(lengths.contexts[:num_decodes])
+        items = list_pieces(lengths.contexts[: batch.num_decodes])
         arrays: list[npt.NDArray[Any]] = [
             starts,
             lengths.contexts.astype(np.int32),
-            slot_mapping,
+            batch.slot_mapping,
             items,
             np.array([len(items)], dtype=np.int32),
         ]
-        arrays += [each for each in (slots, slots_after) if each is not None]
-        if isinstance(block_tables, np.ndarray):
-            arrays.append(block_tables)
+        arrays += [each for each in (batch.states, batch.states_after, batch.block_tables) if each is not None]
         query_starts, contexts, mapping, pieces, num_items, *rest = (send or partial(upload, device=self._device))(
             arrays
         )
-        tables = rest.pop() if isinstance(block_tables, np.ndarray) else block_tables
+        if tables is None:
+            assert batch.block_tables is not None, "block tables are on the host or on the device"
+            tables = rest.pop()
         return TritonMetaData(
             backend=self,
             cu_seqlens_q=query_starts,
             seq_lens=contexts,
             block_tables=tables,
             slot_mapping=mapping,
-            num_decodes=num_decodes,
-            query_len=query_len,
-            slots=rest.pop(0) if slots is not None else None,
-            slots_after=rest.pop(0) if slots_after is not None else None,
-            num_by_token=num_by_token,
+            num_decodes=batch.num_decodes,
+            query_len=batch.query_len,
+            slots=rest.pop(0) if batch.states is not None else None,
+            slots_after=rest.pop(0) if batch.states_after is not None else None,
+            num_by_token=batch.num_by_token,
             items=pieces,
             num_items=num_items,
             lengths=lengths,

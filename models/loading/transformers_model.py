@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from models.architectures.registry import INDEXED_LAYERS
-from models.attention.backend import select_backend
+from models.attention.backend import AttentionBatch, select_backend
 from models.attention.context import Context, forward_context
 from models.config.fields import read_config
 from models.config.rope import RopeContext, without_lengths
@@ -400,13 +400,15 @@ def _in_steps(
         counts = [end - start for _, start, end in spans]
         num_decodes = int(counts[0] == 1)
         metadata = backend.build_metadata(
-            query_lens=counts,
-            seq_lens=[end for _, _, end in spans],
-            block_tables=np.array([[sequence] for sequence, _, _ in spans], dtype=np.int32),
-            slot_mapping=np.concatenate(
-                [np.arange(start, end) + sequence * _BLOCK_SIZE for sequence, start, end in spans]
-            ),
-            num_decodes=num_decodes,
+            AttentionBatch(
+                query_lens=np.array(counts),
+                seq_lens=np.array([end for _, _, end in spans]),
+                block_tables=np.array([[sequence] for sequence, _, _ in spans], dtype=np.int32),
+                slot_mapping=np.concatenate(
+                    [np.arange(start, end) + sequence * _BLOCK_SIZE for sequence, start, end in spans]
+                ),
+                num_decodes=num_decodes,
+            )
         )
         at = torch.from_numpy(positions).to(device)
         context = Context(positions=at, is_prefill=True, batch_size=len(spans))

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine.runner.kv_cache import LayerCaches
-from models.attention.backend import select_backend
+from models.attention.backend import AttentionBatch, select_backend
 from models.attention.context import Context, forward_context
 from models.layers.base import DraftLM
 from models.loading.checkpoint import read_checkpoint_config
@@ -494,12 +494,14 @@ class PagedDraft:
         """The results of `compute` for the positions from `first` on, in steps of `step` positions. # [count, H]"""
         span = np.arange(first, first + count)
         metadata = self._backend.build_metadata(
-            query_lens=[count],
-            seq_lens=[first + count],
-            block_tables=self._blocks[None],
-            slot_mapping=self._blocks[span // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + span % BLOCK_SIZE,
-            num_decodes=int(count == 1),
-            slots=np.zeros(1, dtype=np.int64),
+            AttentionBatch(
+                query_lens=np.array([count]),
+                seq_lens=np.array([first + count]),
+                block_tables=self._blocks[None],
+                slot_mapping=self._blocks[span // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + span % BLOCK_SIZE,
+                num_decodes=int(count == 1),
+                states=np.zeros(1, dtype=np.int64),
+            )
         )
         positions = torch.from_numpy(span)
         context = Context(positions=positions, is_prefill=count > 1, batch_size=1)

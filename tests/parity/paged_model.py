@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.runner.kv_cache import LayerCaches
-from models.attention.backend import AttentionBackend, select_backend
+from models.attention.backend import AttentionBackend, AttentionBatch, select_backend
 from models.attention.context import Context, DPMetadata, forward_context, set_kv_cache_data
 from models.config.rope import with_lengths
 from models.loading.checkpoint import ModelImpl, read_checkpoint_config
@@ -102,12 +102,14 @@ class PagedModel:
             tables[index, : len(row.blocks)] = row.blocks
         counts = [count for _, count in spans]
         metadata = self.backend.build_metadata(
-            query_lens=counts,
-            seq_lens=[row.computed for row, _ in spans],
-            block_tables=tables,
-            slot_mapping=np.concatenate(slots).astype(np.int64),
-            num_decodes=num_decodes,
-            slots=np.array([row.slot for row, _ in spans], dtype=np.int64),
+            AttentionBatch(
+                query_lens=np.array(counts),
+                seq_lens=np.array([row.computed for row, _ in spans]),
+                block_tables=tables,
+                slot_mapping=np.concatenate(slots).astype(np.int64),
+                num_decodes=num_decodes,
+                states=np.array([row.slot for row, _ in spans], dtype=np.int64),
+            )
         )
         at = torch.from_numpy(np.concatenate(positions)).to(self.device)
         set_kv_cache_data(self.cache)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.attention.backend import AttentionBatch
 from models.attention.cpu import CPUAttentionBackend
 from models.attention.cpu_native import NativeCPUAttentionBackend
 from models.layers.gated_delta_net import GatedDeltaNet
@@ -45,7 +46,8 @@ def arrays(spans: Spans) -> dict[str, Any]:
         "seq_lens": np.array([past for _, _, past in spans]),
         "block_tables": np.zeros((len(spans), 1), np.int32),
         "slot_mapping": np.zeros(sum(past - first for _, first, past in spans), np.int64),
-        "slots": np.array([slot for slot, _, _ in spans]),
+        "states": np.array([slot for slot, _, _ in spans]),
+        "num_decodes": 0,
     }
 
 
@@ -64,7 +66,7 @@ def read(made: GatedDeltaNet, steps: list[Spans], inputs: Inputs) -> list[torch.
     cache = cache_of(made, torch.bfloat16)
     out: dict[int, list[torch.Tensor]] = {slot: [] for slot in inputs}
     for spans in steps:
-        metadata = NativeCPUAttentionBackend().build_metadata(num_decodes=0, **arrays(spans))
+        metadata = NativeCPUAttentionBackend().build_metadata(AttentionBatch(**arrays(spans)))
         x, ba = (torch.cat([inputs[slot][side][first:past] for slot, first, past in spans]) for side in range(2))
         found = delta_ops.delta_net(
             x,
@@ -103,7 +105,7 @@ def test_a_delta_net_equals_torchs_in_any_steps(
     whole: Spans = [(slot, 0, n) for slot, n in lengths.items()]
     with torch.inference_mode():
         found = read(made, [whole], inputs)
-        metadata = CPUAttentionBackend().build_metadata(num_decodes=0, **arrays(whole))
+        metadata = CPUAttentionBackend().build_metadata(AttentionBatch(**arrays(whole)))
         both = [torch.cat([inputs[slot][side] for slot in lengths]).float() for side in range(2)]
         expected = made.float()._forward_torch(*both, cache_of(made, torch.float32), metadata)
         assert (torch.cat(found) - expected).abs().max() <= 1e-2 * expected.abs().max()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.attention.backend import AttentionBatch
 from models.attention.cpu_native import NativeCPUAttentionBackend
 from models.layers.mamba2 import torch_gated_norm
 from models.ops.cpu import gated_delta as delta_ops
@@ -32,7 +33,7 @@ def run(steps: list[Spans], compute: Any, columns: int, **rows_of: torch.Tensor)
         starts[slot], total = total, total + n
     out = torch.zeros(total, columns, dtype=torch.bfloat16)
     for spans in steps:
-        step = NativeCPUAttentionBackend().build_metadata(num_decodes=0, **arrays(spans)).step
+        step = NativeCPUAttentionBackend().build_metadata(AttentionBatch(**arrays(spans))).step
         ids = torch.cat([torch.arange(starts[slot] + first, starts[slot] + past) for slot, first, past in spans])
         out[ids] = compute(step, **{name: rows[ids] for name, rows in rows_of.items()})
     return out
@@ -148,10 +149,11 @@ def test_a_state_after_each_draft_is_that_of_the_tokens_one_by_one(dim: int) -> 
 
     def compute(pools: tuple[torch.Tensor, torch.Tensor], first: int, past: int, slot: int, after: list[int]) -> Any:
         metadata = NativeCPUAttentionBackend().build_metadata(
-            num_decodes=0,
-            **arrays([(slot, first, past)]),
-            slots_after=np.array(after) if after else None,
-            num_by_token=1 if after else 0,
+            AttentionBatch(
+                **arrays([(slot, first, past)]),
+                states_after=np.array(after) if after else None,
+                num_by_token=1 if after else 0,
+            )
         )
         inputs, states = pools
         convolved = ops.convolve(x[first:past], weight, None, inputs, metadata.step, gates=None, has_silu=True)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from models.attention.backend import select_backend
+from models.attention.backend import AttentionBatch, select_backend
 from models.attention.context import Context, forward_context, get_forward_context
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.parameter import weight_loader_of
@@ -79,12 +79,14 @@ def run(
     """One step of rows of random inputs; rows of one token are decodes."""
     tables = np.zeros((len(slots), 1), dtype=np.int32)
     metadata = select_backend(CPU).build_metadata(
-        query_lens=counts,
-        seq_lens=lengths,
-        block_tables=tables,
-        slot_mapping=np.zeros(sum(counts), dtype=np.int64),
-        num_decodes=sum(count == 1 for count in counts),
-        slots=np.array(slots),
+        AttentionBatch(
+            query_lens=np.array(counts),
+            seq_lens=np.array(lengths),
+            block_tables=tables,
+            slot_mapping=np.zeros(sum(counts), dtype=np.int64),
+            num_decodes=sum(count == 1 for count in counts),
+            states=np.array(slots),
+        )
     )
     rows = [inputs(slot)[length - count : length] for slot, count, length in zip(slots, counts, lengths, strict=True)]
     context = Context(positions=torch.empty(0), is_prefill=True, batch_size=len(slots))

@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.runner.kv_cache import LayerCaches
 from models.architectures.config import ModelConfig
-from models.attention.backend import select_backend
+from models.attention.backend import AttentionBatch, select_backend
 from models.attention.context import Context, forward_context, set_kv_cache_data
 from models.errors import CheckpointError
 from models.layers.rotary import RotaryEmbedding
@@ -77,11 +77,13 @@ def run_layer(layer: nn.Module, config: ModelConfig, specs: list[Any], hidden: t
     caches = LayerCaches(specs, backend, block_size=BLOCK_SIZE, num_slots=1, dtype=torch.float32, device=CPU)
     blocks = -(-length // BLOCK_SIZE)
     metadata = backend.build_metadata(
-        query_lens=[length],
-        seq_lens=[length],
-        block_tables=np.arange(blocks, dtype=np.int32)[None],
-        slot_mapping=np.arange(length),
-        num_decodes=0,
+        AttentionBatch(
+            query_lens=np.array([length]),
+            seq_lens=np.array([length]),
+            block_tables=np.arange(blocks, dtype=np.int32)[None],
+            slot_mapping=np.arange(length),
+            num_decodes=0,
+        )
     )
     positions = torch.arange(length)
     cos, sin = RotaryEmbedding(config.rope, config.max_model_len)(positions)
@@ -140,11 +142,13 @@ def test_the_indexer_selects_the_best_scores_of_what_each_token_sees() -> None:
         vectors.view(-1, dim)[torch.from_numpy(at[: length - count]).long()] = keys[row][: length - count]
         slots.append(at[length - count :])
     metadata = backend.build_metadata(
-        query_lens=counts,
-        seq_lens=lengths,
-        block_tables=blocks,
-        slot_mapping=np.concatenate(slots).astype(np.int64),
-        num_decodes=2,
+        AttentionBatch(
+            query_lens=np.array(counts),
+            seq_lens=np.array(lengths),
+            block_tables=blocks,
+            slot_mapping=np.concatenate(slots).astype(np.int64),
+            num_decodes=2,
+        )
     )
     q = torch.randn(sum(counts), heads, dim, generator=generator)
     weights = torch.randn(sum(counts), heads, generator=generator)

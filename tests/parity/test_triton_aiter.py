@@ -7,11 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from models.attention.aiter import AiterAttentionBackend
-from models.attention.backend import BACKENDS, AttentionBackend, _gpu_backend
+from models.attention.backend import BACKENDS, AttentionBackend, AttentionBatch, _gpu_backend
 from models.attention.torch_paged import TorchAttentionBackend
 from models.attention.triton import TritonAttentionBackend
 from models.layers.moe import FusedMoE
@@ -210,12 +211,14 @@ def test_a_replay_reads_its_step_from_the_buffers_that_were_captured(query_len: 
     places = (lengths[:, None] - torch.arange(query_len, 0, -1)).flatten()
     slots = tables[torch.arange(3).repeat_interleave(query_len), places // 16] * 16 + places % 16
     step = backend.build_metadata(
-        query_lens=[query_len] * 3,
-        seq_lens=lengths.tolist(),
-        block_tables=tables[:, :20].numpy(),
-        slot_mapping=slots.numpy().astype("int64"),
-        num_decodes=3,
-        query_len=query_len,
+        AttentionBatch(
+            query_lens=np.full(3, query_len),
+            seq_lens=lengths.numpy(),
+            block_tables=tables[:, :20].numpy(),
+            slot_mapping=slots.numpy().astype("int64"),
+            num_decodes=3,
+            query_len=query_len,
+        )
     )
     backend.prepare_for_replay(step, 3)
     replayed = backend.forward(*parts, cache, captured, inputs)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.attention.backend import AttentionBackend
+from models.attention.backend import AttentionBackend, AttentionBatch
 from models.attention.gpu import TritonMetaData
 from models.attention.triton import TritonAttentionBackend
 from models.ops import triton
@@ -27,9 +27,9 @@ MODELS = [
 class CapturedDecodes(TritonAttentionBackend):
     """Reads decodes from the buffers of captured graphs."""
 
-    def build_metadata(self, **arrays: Any) -> TritonMetaData:
-        metadata = super().build_metadata(**arrays)
-        rows = len(arrays["query_lens"])
+    def build_metadata(self, batch: AttentionBatch, *arguments: Any) -> TritonMetaData:
+        metadata = super().build_metadata(batch, *arguments)
+        rows = len(batch.query_lens)
         if metadata.num_decodes < rows:
             return metadata
         self.prepare_for_replay(metadata, rows)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.attention.backend import AttentionBackend
+from models.attention.backend import AttentionBackend, AttentionBatch
 from models.attention.cpu import CPUAttentionBackend
 from models.attention.gpu import TritonMetaData
 from models.attention.torch_paged import TorchAttentionBackend
@@ -84,7 +84,13 @@ def test_a_replay_reads_its_step_from_the_buffers_that_were_captured() -> None:
         tables = np.arange(3 * 40, dtype=np.int32).reshape(3, 40)
         slots = np.array([tables[row, (n - 1) // 16] * 16 + (n - 1) % 16 for row, n in enumerate(lengths)])
         step = backend.build_metadata(
-            query_lens=[1, 1, 1], seq_lens=lengths, block_tables=tables[:, :38], slot_mapping=slots, num_decodes=3
+            AttentionBatch(
+                query_lens=np.ones(3, np.int64),
+                seq_lens=np.array(lengths),
+                block_tables=tables[:, :38],
+                slot_mapping=slots,
+                num_decodes=3,
+            )
         )
         backend.prepare_for_replay(step, 4)
         replayed = _forward(backend, q, k, v, caches[0], captured)
