@@ -128,7 +128,7 @@ class Adapters:
         number = self._numbers.pop(name, None)
         if number is None:
             raise AdapterNotLoaded(
-                f"lora_name is {name[:60]!r}, which is no adapter of this server; /v1/models lists them",
+                f"lora_name is {name[:60]!r}, which is not an adapter of this server; /v1/models lists them",
                 param="lora_name",
             )
         await self._finish(self._unload_now(number))

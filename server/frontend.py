@@ -467,7 +467,7 @@ def _check_replacement(present: Path, new: Path) -> int:
     """
     for name in ("config.json", "tokenizer.json", "tokenizer.model"):
         if (present / name).is_file() != (new / name).is_file():
-            raise ValueError(f"one of {present} and {new} has {name}, and the other has not")
+            raise ValueError(f"only one of {present} and {new} has {name}; both must have it, or neither")
     for name in ("tokenizer.json", "tokenizer.model"):
         if (new / name).is_file() and (new / name).read_bytes() != (present / name).read_bytes():
             raise ValueError(f"{name} of {new} is not that of the model; weights can be replaced, vocabularies cannot")
@@ -477,7 +477,7 @@ def _check_replacement(present: Path, new: Path) -> int:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if 8 + length > size:
-                raise ValueError(f"{file} ends within its header; it is not written to its end")
+                raise ValueError(f"{file} ends within its header, so it was not written completely; copy it again")
             header = opened.read(length)
         try:
             entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
@@ -487,7 +487,10 @@ def _check_replacement(present: Path, new: Path) -> int:
         except ValueError as error:
             raise ValueError(f"the header of {file} cannot be read: {error}") from error
         if 8 + length + max(ends, default=0) != size:
-            raise ValueError(f"{file} has {size} bytes, and its header says otherwise; it is not written to its end")
+            raise ValueError(
+                f"{file} has {size} bytes, which differs from its header, so it was not written completely; copy it "
+                "again"
+            )
     return sum(file.stat().st_size for file in files)
 
 

@@ -258,10 +258,10 @@ def _listen(config: ServerConfig, is_keyless: bool) -> socket.socket:
             )
         return socket.create_server(address, family=family, backlog=_BACKLOG)
     except socket.gaierror as error:
-        raise OSError(f"host is {host}, which is no address of this machine: {error.strerror}") from error
+        raise OSError(f"host is {host}, which is not an address of this machine: {error.strerror}") from error
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
-            raise OSError(f"host is {host}, which is no address of this machine") from error
+            raise OSError(f"host is {host}, which is not an address of this machine") from error
         if error.errno == errno.EADDRINUSE:
             raise OSError(f"port {port} on {host} is taken; stop what listens there or choose another port") from error
         raise OSError(f"port {port} on {host} cannot be opened: {error.strerror}") from error

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     described = describe(options.device)
     if described is None:
-        _say("there is no GPU that torch can use; `kaon doctor` says why. --device cpu tries everything on a CPU")
+        _say("torch finds no GPU; run `kaon doctor` for the reason. --device cpu tries everything on a CPU")
         return 2
     _say(", ".join(f"{name} {value}" for name, value in described.items()))
     minutes = options.minutes or (_QUICK_MINUTES if options.quick else _MINUTES)

@@ -82,5 +82,5 @@ class AdapterLedger:
         for key in [key for key in self._awaited if key[0] == replica]:
             future = self._awaited.pop(key)
             if not future.done():
-                sentence = f"{name} died while it loaded the adapter, which is not loaded; load it again"
+                sentence = f"{name} died while it loaded the adapter, so the adapter is not loaded; load it again"
                 future.set_result(AdapterError(sentence, is_temporary=True))

@@ -227,7 +227,7 @@ class RestartPolicy:
             return f"; {self._futile} engine cores in a row died before they served, so no other is started"
         times = "once" if len(self._restarts) == 1 else f"{len(self._restarts)} times"
         window = math.ceil(self._window)
-        return f"; it was started again {times} within {window} s (max_core_restarts), and is not once more"
+        return f"; it was started again {times} within {window} s (max_core_restarts), so it is not started again"
 
 
 _STOPPED_SECONDS = 2.0

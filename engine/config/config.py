@@ -143,7 +143,7 @@ class ParallelConfig(Section):
             try:
                 master_addr.encode("idna")
             except UnicodeError as error:
-                raise ValueError(f"master_addr is {master_addr}, which is no host's name: {error}") from error
+                raise ValueError(f"master_addr is {master_addr}, which is not a host name: {error}") from error
         if is_any:
             raise ValueError(
                 f"master_addr is {master_addr}; name the one address by which the other hosts reach host 0"
@@ -804,7 +804,9 @@ class Config(Section):
         if server.models is None:
             return self
         if self.model is not None:
-            raise ValueError(f"model is {self.model}, but models is {server.models}, which lists all models; drop one")
+            raise ValueError(
+                f"model is {self.model}, but models is {server.models}, which lists all models; give one of the two"
+            )
         if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
             raise ValueError(
                 f"models is {server.models}, whose engines run on one host; serve a model that spans hosts by itself "

@@ -101,6 +101,6 @@ def check_regular(file: int | str) -> None:
     """Raise `ValueError` where a path or descriptor is no regular file, or one that anybody may change."""
     mode = os.stat(file).st_mode
     if not stat.S_ISREG(mode):
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     if mode & stat.S_IWOTH:
         raise ValueError("every user of this machine may change it; remove that permission with chmod o-w")

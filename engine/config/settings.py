@@ -150,18 +150,18 @@ _OTHER_NAMES = {
 }
 
 _INSTEAD = {
-    "--model": "MODEL stands by itself: kaon serve MODEL",
-    "--model-path": "MODEL stands by itself: kaon serve MODEL",
+    "--model": "MODEL needs no flag: kaon serve MODEL",
+    "--model-path": "MODEL needs no flag: kaon serve MODEL",
     "--enable-auto-tool-choice": "tool calls need no flag (docs/tool-calling.md)",
     "--enable-lora": "adapters need no flag but --lora NAME=DIRECTORY",
     "--trust-remote-code": "code that checkpoints bring is never run (docs/models.md)",
     "--disable-log-requests": "--access-log none logs no requests",
     "--no-enable-log-requests": "--access-log none logs no requests",
-    "--pipeline-parallel-size": "layers are not shared out; --tensor-parallel-size shares out each of them",
-    "-pp": "layers are not shared out; --tensor-parallel-size shares out each of them",
-    "--compilation-config": "--compilation-level and --cudagraph-capture-sizes take its place",
+    "--pipeline-parallel-size": "pipeline parallelism is not supported; --tensor-parallel-size splits each layer",
+    "-pp": "pipeline parallelism is not supported; --tensor-parallel-size splits each layer",
+    "--compilation-config": "--compilation-level and --cudagraph-capture-sizes replace it",
     "--enable-reasoning": "reasoning is separated without a flag (docs/tool-calling.md)",
-    "--speculative-config": "--num-speculative-tokens and its like take its place",
+    "--speculative-config": "--num-speculative-tokens and the other speculative flags replace it",
 }
 
 
@@ -244,7 +244,7 @@ def _refuse_truth_as_model(known: argparse.Namespace, argv: Sequence[str]) -> No
     switches = {setting.flag for setting in SETTINGS if setting.kind is bool}
     for flag, value in pairwise(argv):
         if value == model and flag in switches:
-            raise SettingsError(f"{flag} takes no value; write {flag}, or --no-{flag[2:]} for the contrary")
+            raise SettingsError(f"{flag} takes no value; write {flag}, or --no-{flag[2:]} to switch it off")
 
 
 def serve_parser() -> argparse.ArgumentParser:

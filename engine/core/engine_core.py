@@ -285,7 +285,7 @@ class EngineCore:
             if canary_error is not None:
                 # Record for the supervisor the sequences that this core failed on.
                 self._record.begin([each.id for each in failed.seqs])
-                raise RuntimeError(f"steps fail whatever they compute: {canary_error}") from error
+                raise RuntimeError(f"every step fails, whichever requests it computes: {canary_error}") from error
             sentence = f"the step that computed this request failed: {str(error) or type(error).__name__}"
             outputs = self.scheduler.fail([seq], sentence)
             for output in outputs:

@@ -211,7 +211,9 @@ class _Replays:
         if len(frames) != 3 or len(frames[2]) != 8:
             if time.monotonic() >= self._warn_from:
                 self._warn_from = time.monotonic() + _WARNING_SECONDS
-                logger.warning("a replay of KV events must be asked for with a number of 8 bytes; others are ignored")
+                logger.warning(
+                    "a request for a replay of KV events was ignored: it must hold an event number of 8 bytes"
+                )
             return
         client, _, first = frames
         # Big-endian byte strings of equal length compare like their numbers.

@@ -75,7 +75,7 @@ def read_cluster_key(file: str | None, master_addr: str) -> str:
         if is_loopback(master_addr):
             return ""
         raise ValueError(
-            f"master_addr is {master_addr}, which other machines reach, but there is no key to know the hosts by; set "
+            f"master_addr is {master_addr}, which other machines can reach, but no key authenticates the hosts; set "
             f"{CLUSTER_KEY_ENV} or cluster_key_file to the same on all of them"
         )
     if len(key) < MIN_CHARACTERS:

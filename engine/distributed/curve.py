@@ -140,7 +140,10 @@ def why_not(address: str, number: int, words: str) -> str:
     if number == errno.EADDRINUSE:
         return f"port {port} on {host} is taken; stop what listens there or choose another master_port"
     if number in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return f"master_addr is {host}, which is no address of this machine; on the first host it must be one"
+        return (
+            f"master_addr is {host}, which is not an address of this machine; on the first host it must be one of its "
+            "addresses"
+        )
     return f"port {port} on {host} cannot be opened: {words}"
 
 

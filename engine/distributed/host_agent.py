@@ -215,7 +215,8 @@ class HostAgent:
                     command = _decoder.decode(frame)
                 except msgspec.DecodeError as error:
                     raise HostError(
-                        f"the first host says what this version of Kaon cannot read ({error}); install the same on all"
+                        f"the first host sent a message that this version of Kaon cannot read ({error}); "
+                        "install one version on all hosts"
                     ) from error
                 match command:
                     case RankCommand():
@@ -302,7 +303,7 @@ class _Joined:
                     refusals += 1
             if refusals == _REFUSALS:
                 raise HostError(
-                    f"{self._address} turns this host away; the cluster key must be the same on all hosts, and "
+                    f"{self._address} refuses this host; the cluster key must be the same on all hosts, and "
                     "master_port the first host's"
                 )
         self.send(Hello(self._node, socket.gethostname(), agreement))

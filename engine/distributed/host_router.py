@@ -325,9 +325,10 @@ class HostRouter:
         try:
             message = _decoder.decode(b"".join(frames))
         except msgspec.DecodeError as error:
-            _log.error("a host says what this version of Kaon cannot read: %s", error)
-            self._send(name, Refused(f"the first host runs Kaon {release()} and cannot read this; install the same"))
-            self._lose(name, "is gone: its host says what this version of Kaon cannot read", False)
+            _log.error("a host sent a message that this version of Kaon cannot read: %s", error)
+            why = f"the first host runs Kaon {release()} and cannot read this host's message; install the same version"
+            self._send(name, Refused(why))
+            self._lose(name, "is gone: its host sent a message that this version of Kaon cannot read", False)
         else:
             self._dispatch(name, message)
 
@@ -358,7 +359,7 @@ class HostRouter:
         if member.node in self._joined.values():
             member.on_joined(self._hosts[member.node])
         elif member.join_by == math.inf:
-            _log.warning("node %d has to join again before it runs what it did", member.node)
+            _log.warning("the ranks and replicas of node %d start again once it has joined again", member.node)
 
     def _dispatch(self, name: bytes, message: FromHost) -> None:
         match message:
@@ -386,7 +387,7 @@ class HostRouter:
             self._waiting.wait_for_node(name, hello)
             self._ask([each for each, node in self._joined.items() if node == hello.node])
         elif (difference := self._agreement.difference(hello.agreement)) is not None:
-            _log.warning("node %d (%s) was turned away: it %s", hello.node, hello.host, difference)
+            _log.warning("node %d (%s) was refused: it %s", hello.node, hello.host, difference)
             self._send(name, Refused(f"this host {difference}"))
             for link in self._nodes[hello.node]:
                 link.on_mismatch(hello.host, difference)
@@ -406,7 +407,7 @@ class HostRouter:
         """Refuse other hosts with the number of a joined host that is alive."""
         node = self._joined.get(name)
         for double in self._waiting.take_for_node(node):
-            self._send(double, Refused(f"node_rank is {node}, and another host has joined as that already"))
+            self._send(double, Refused(f"node_rank is {node}, but another host has already joined with this number"))
 
     def _forward(self, link: RemoteMember) -> None:
         message = link.next_message()

@@ -195,7 +195,7 @@ class PeerLostError(RuntimeError):
     """This core must end because another replica has ended."""
 
     def __init__(self, replica: int) -> None:
-        super().__init__(f"replica {replica} is gone, with which this one computes in lockstep")
+        super().__init__(f"replica {replica}, with which this one computes in lockstep, is gone")
 
 
 class ReplicaLinks:

@@ -343,7 +343,7 @@ def _require_rounding(wanted: str, model_config: CheckpointConfig, device: torch
     elif type_name != "bfloat16":
         found = f"dtype is {type_name}; set it to bfloat16"
     elif not isinstance(model_config, ModelConfig | EncoderConfig):
-        found = f"{model_config.architecture} runs by transformers' own code, which has no place for them"
+        found = f"{model_config.architecture} runs by transformers' own code, which cannot use rounded weights"
     elif library.load_library() is None:
         found = "Kaon was installed without a C compiler; install one, then Kaon again"
     else:
@@ -365,7 +365,9 @@ def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> to
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
         if wanted == "cpu" and Path("/dev/kfd").exists():
-            logger.warning("Models run on the CPU, though there is an AMD GPU (/dev/kfd): `kaon doctor` says why")
+            logger.warning(
+                "Models run on the CPU, though there is an AMD GPU (/dev/kfd); run `kaon doctor` for the reason"
+            )
     device = torch.device(wanted)
     require_backend(device)
     if device.type == "cpu" or (shard is None and ranks == 1):

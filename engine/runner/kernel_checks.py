@@ -140,13 +140,13 @@ def _refuse(loaded: LoadedModel, operator: str, said: str) -> AttentionBackend |
     """
     name = _name_of(operator)
     if name in backends.named(loaded.config.kernel_backend, backends.TRITON):
-        kept = f"They compute all the same, as kernel_backend says {name}=triton"
+        kept = f"They are used nevertheless, because kernel_backend has {name}=triton"
         _log.warning("%s. %s; %s", said, kept, ANOTHER_TRITON)
         return None
     if operator == _LATENTS:
         raise ValueError(
-            f"{said}; nothing else computes them on a GPU. Use device cpu, or set kernel_backend to "
-            f"attention=triton to serve all the same; {ANOTHER_TRITON}"
+            f"{said}; a GPU has no other kernels for them. Use device cpu, or set kernel_backend to "
+            f"attention=triton to serve nevertheless; {ANOTHER_TRITON}"
         )
     _log.warning("%s. Plain torch computes them, slowly; %s", said, ANOTHER_TRITON)
     return leave_to_torch(operator, loaded.model, loaded.device)
@@ -247,7 +247,9 @@ def leave_to_torch(operator: str, model: CausalLM, device: torch.device) -> Atte
         return TorchAttentionBackend(device)
     if operator in ("moe", "linear"):
         is_expert = operator == "moe"
-        with oom_at_start("a model whose weights were made dense", "serve a smaller one, or mend Triton"):
+        with oom_at_start(
+            "a model whose weights were made dense", "serve a smaller one, or repair the installation of Triton"
+        ):
             for module in cast(nn.Module, model).modules():
                 if isinstance(module, FusedMoE) is is_expert:
                     for parameter in module.parameters(recurse=False):

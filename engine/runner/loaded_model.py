@@ -130,10 +130,10 @@ class LoadedModel:
             "compilation_level": self.compilation_level > 0,
         }
         if name := next((name for name, is_set in parts.items() if is_set), None):
-            return f"{name} is set, and its sums are not among those that are computed in one order"
+            return f"{name} is set, whose sums are not computed in a fixed order"
         architecture = self.model_config.architecture
         if not isinstance(self.model_config, ModelConfig) or architecture.startswith(_WITH_OWN_PRODUCTS):
-            return f"{architecture} has products of its own, which torch's libraries compute"
+            return f"{architecture} has matrix products that torch's libraries compute"
         if not all(isinstance(spec, KVCacheSpec) for spec in self.model.kv_cache_layers()):
             return f"{architecture} has layers of another kind than attention over keys and values"
         if self.backend.name != "triton" or (left := triton.left()):
@@ -144,7 +144,7 @@ class LoadedModel:
     def require_invariance(self) -> None:
         """Raise `ValueError` with a sentence if `batch_invariant` is set and answers may depend on other work."""
         if self.config.batch_invariant and (why := self.why_varying) is not None:
-            raise ValueError(f"batch_invariant is set, but {why}; leave one of the two out")
+            raise ValueError(f"batch_invariant is set, but {why}; unset batch_invariant, or change that")
 
     @property
     def kernels(self) -> str:

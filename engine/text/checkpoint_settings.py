@@ -82,7 +82,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
             return cls()
         path = (checkpoint if source == "auto" else Path(source).expanduser()) / FILE_NAME
         if source != "auto" and not path.is_file():
-            raise CheckpointError(f"generation_config is {source}, which is no directory with a {FILE_NAME} in it")
+            raise CheckpointError(f"generation_config is {source}, which is not a directory with a {FILE_NAME} in it")
         values = read_json_object(path)
         fields = {name: values[name] for name in (*_FIELDS, "max_new_tokens") if values.get(name) is not None}
         try:
@@ -90,7 +90,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
             return cls(**fields)
         except ValueError as error:
             raise CheckpointError(
-                f"{path} cannot be used: {error}; mend it, or set generation_config to none"
+                f"{path} cannot be used: {error}; correct it, or set generation_config to none"
             ) from None
 
     def sampling_params(self) -> SamplingParams:

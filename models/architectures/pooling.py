@@ -342,7 +342,7 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
         listed = json.loads(file.read_text(encoding="utf-8"))
         modules = [(str(each["type"]).rpartition(".")[2], str(each.get("path", ""))) for each in listed]
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{file} is no list of modules ({error}); download the checkpoint again") from error
+        raise CheckpointError(f"{file} is not a list of modules ({error}); download the checkpoint again") from error
     for kind, folder in modules:
         if folder and Path(folder).name != folder:
             raise CheckpointError(f"{file} has {kind} in {folder[:80]!r}; it must be a folder of the checkpoint")

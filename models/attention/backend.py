@@ -204,8 +204,8 @@ class AttentionBackend(ABC):
 
 def _no_latents(backend: AttentionBackend) -> ValueError:
     return ValueError(
-        f"the model attends to latents, which the attention backend {backend.name} cannot; on a GPU they need Triton: "
-        "repair it, or use device cpu"
+        f"the model attends to latents, which the attention backend {backend.name} cannot do; on a GPU this "
+        "needs Triton: repair its installation, or use device cpu"
     )
 
 
@@ -237,7 +237,9 @@ def select_backend(device: torch.device) -> AttentionBackend:
 def require_backend(device: torch.device) -> None:
     """Raise `ValueError` if a type of device has no backend. Uses no GPU, since a rank has not chosen its own yet."""
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device.type}, but torch finds no GPU; `kaon doctor` says why; use device cpu")
+        raise ValueError(
+            f"device is {device.type}, but torch finds no GPU; run `kaon doctor` for the reason, or use device cpu"
+        )
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device.type}, for which this release has no attention backend; use device cpu")
 

@@ -335,7 +335,7 @@ def _read(
             module.scale_cache(layer.k, layer.v)
     unexpected += [name for layer in scales.values() for name in layer.names]
     if unexpected := unexpected + dequantizer.unexpected_names():
-        raise CheckpointError(f"{path} holds {some(unexpected)}, for which {config.architecture} has no place")
+        raise CheckpointError(f"{path} holds {some(unexpected)}, which {config.architecture} does not have")
     return has_scales
 
 
@@ -527,7 +527,7 @@ def _fill(target: Target, tensor: torch.Tensor, name: str, file: Path) -> None:
     try:
         weight_loader_of(target.parameter)(target.parameter, tensor, target.shard)
     except WeightShapeError as error:
-        raise CheckpointError(f"{name} in {file} has {error} by config.json") from error
+        raise CheckpointError(f"{name} in {file} has {error}, by config.json") from error
 
 
 def _ignored_prefixes(config: ModelConfig | EncoderConfig) -> tuple[str, ...]:

@@ -82,9 +82,7 @@ def load_transformers_model(
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{path} lacks {some(missing)}, which transformers' {config.architecture} needs")
     if extra := sorted(report["unexpected_keys"]):
-        raise CheckpointError(
-            f"{path} holds {some(extra)}, for which transformers' {config.architecture} has no place"
-        )
+        raise CheckpointError(f"{path} holds {some(extra)}, which transformers' {config.architecture} does not have")
     try:
         model = model.to(device).eval()
     except RuntimeError as error:

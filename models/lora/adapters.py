@@ -68,7 +68,7 @@ class Adapter(NamedTuple):
         """Read the adapter directory `path` for `model`, which is not changed. Raises `CheckpointError`."""
         targets = _targets(cast(nn.Module, model))
         if not targets:
-            raise CheckpointError("this model makes no linear layer that takes adapters")
+            raise CheckpointError("this model has no linear layer that takes adapters")
         config = LoRAConfig.from_adapter(path)
         file = path / WEIGHTS_FILE
         found = _products(file)
@@ -104,7 +104,7 @@ def attach(model: CausalLM, number: int, adapter: Adapter, *, dtype: torch.dtype
                 layer.make_lora(dtype).add(number, shard, a, b, scale, rank)
             except WeightShapeError as error:
                 raise CheckpointError(
-                    f"{module} in {adapter.file} has a product with {error} by its rank and config.json"
+                    f"{module} in {adapter.file} has a LoRA product of {error}, by its rank and config.json"
                 ) from error
         layers = _expert_layers(cast(nn.Module, model))
         for name, halves in adapter.experts.items():
@@ -117,7 +117,7 @@ def attach(model: CausalLM, number: int, adapter: Adapter, *, dtype: torch.dtype
                 experts.add_adapter(number, stack, (a.to(device, dtype), b.to(device, dtype)), scale, rank)
             except WeightShapeError as error:
                 raise CheckpointError(
-                    f"{parameter} in {adapter.file} has a product with {error} by its rank and config.json"
+                    f"{parameter} in {adapter.file} has a LoRA product of {error}, by its rank and config.json"
                 ) from error
             except AdapterError as error:
                 raise CheckpointError(f"{adapter.file} changes {parameter}, but {error}") from error
@@ -251,7 +251,7 @@ def _products(file: Path) -> dict[str, dict[str, torch.Tensor]]:
         ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
         if ending is None or not name.startswith(_PREFIX):
             raise CheckpointError(
-                f"{file} holds {name}, which is no part of LoRA; it may hold {_PREFIX}*.lora_A.weight and "
+                f"{file} holds {name}, which is not part of a LoRA adapter; it may hold {_PREFIX}*.lora_A.weight and "
                 "lora_B.weight of linear layers"
             )
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
@@ -271,7 +271,7 @@ def _require_all(
     foreign = [module for module in products if module not in targets]
     if foreign:
         raise CheckpointError(
-            f"{file} holds {_some(foreign)}, of which the model makes no linear layer that takes adapters; it takes "
+            f"{file} holds {_some(foreign)}, but the model has no such linear layer that takes adapters; it takes "
             f"them in {', '.join(sorted({name.rpartition('.')[2] for name in targets}))}"
         )
     halved = [

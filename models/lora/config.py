@@ -148,10 +148,12 @@ class Overrides:
         self._names = {key: index for index, key in enumerate(values) if _NAME.fullmatch(key)}
         others = [(index, key) for index, key in enumerate(values) if key not in self._names]
         if len(others) > _MOST_EXPRESSIONS:
-            raise ValueError(f"{len(others)} of its keys are regular expressions; {_MOST_EXPRESSIONS} are the most")
+            raise ValueError(
+                f"{len(others)} of its keys are regular expressions; it may have at most {_MOST_EXPRESSIONS}"
+            )
         if (characters := sum(len(key) for _, key in others)) > _MOST_CHARACTERS:
             raise ValueError(
-                f"its keys that are regular expressions have {characters} characters; {_MOST_CHARACTERS} are the most"
+                f"its regular expressions have {characters} characters; they may have at most {_MOST_CHARACTERS}"
             )
         self._expressions = [(index, _names_by(key)) for index, key in others]
         self._found: dict[str, int | None] = {}
@@ -176,7 +178,7 @@ def _names_by(expression: str) -> TypeAdapter[str]:
         return TypeAdapter(Annotated[str, Field(pattern=rf"^(?:.*\.)?(?:{expression})$")])
     except SchemaError as error:
         reason = str(error).splitlines()[-1].strip().removeprefix("error: ")
-        raise ValueError(f"{expression!r} is none that can be used ({reason})") from error
+        raise ValueError(f"{expression!r} is not a regular expression that can be used ({reason})") from error
 
 
 def _matches(names: TypeAdapter[str], module: str) -> bool:

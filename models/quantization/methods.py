@@ -58,7 +58,7 @@ def _parse(section: Fields, default: str) -> QuantizationConfig:
                 return METHODS[name](section, name)
             except re.error as error:
                 raise scheme_error(
-                    section, f"names modules by {error.pattern!r}, which is no regular expression: {error}"
+                    section, f"names modules by {error.pattern!r}, which is not a regular expression: {error}"
                 ) from error
     raise section.invalid("quant_method", f"one of {', '.join(METHODS)}")
 

@@ -115,8 +115,8 @@ def _renamed(error: BadRequest, request: CountTokensRequest) -> BadRequest:
     text, param = str(error), error.param
     if param == "continue_final_message":
         text = (
-            "the last message is the assistant's, and the model's chat template does not show its content as it is; "
-            "end messages with one of the role user"
+            "the last message is the assistant's, and the model's chat template changes its content; "
+            "end messages with a message of the role user"
         )
     # The chat lacks the ignored tools, so its indices differ.
     positions = [index for index, tool in enumerate(request.tools) if isinstance(tool, ClientTool)]
@@ -253,7 +253,7 @@ class _Conversation:
         last = self.messages[-1]
         if "tool_calls" in last:
             raise BadRequest(
-                "messages end with a tool_use of the assistant's, which the model has no result of; send a message of "
+                "messages end with a tool_use block of the assistant that has no result; send a message of "
                 "the role user with its tool_result"
             )
         if not last["content"]:
@@ -308,7 +308,7 @@ class _Conversation:
                 case HostedBlock():
                     ignore(f"{path} ({block.type})")
                 case _:
-                    raise BadRequest(f"{path} is of type {block.type}, which a message of the assistant's cannot hold")
+                    raise BadRequest(f"{path} is of type {block.type}, which a message of the assistant cannot hold")
         message: Message = {"role": "assistant", "content": "".join(texts)}
         if reasoning:
             message["reasoning_content"] = "".join(reasoning)
@@ -361,7 +361,7 @@ def _input_text(path: str, block: Block) -> str | None:
             raise BadRequest(
                 f"{path} is of type image; this server reads text only, so leave it out or describe it in text"
             )
-    raise BadRequest(f"{path} is of type {block.type}, which only a message of the assistant's can hold")
+    raise BadRequest(f"{path} is of type {block.type}, which only a message of the assistant can hold")
 
 
 def _result_text(path: str, block: ResultBlock) -> str | None:

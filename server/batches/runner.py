@@ -93,7 +93,7 @@ def open_store(config: ServerConfig) -> BatchStore:
         try:
             return _store(states / "kaon" / f"port-{config.port}", config)
         except OSError as error:
-            _log.warning("batches are not kept over a restart, because %s", error)
+            _log.warning("batches do not survive a restart, because %s", error)
     return _store(None, config)
 
 

@@ -329,7 +329,7 @@ class BatchStore:
         self.file(id, owner)
         path = self._files / id
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise FileNotFound(f"file {id} is no regular file: something replaced it in the server's data_dir")
+            raise FileNotFound(f"file {id} is not a regular file: something replaced it in the server's data_dir")
         return path
 
     def delete_file(self, id: str, owner: str) -> None:

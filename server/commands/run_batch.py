@@ -77,7 +77,7 @@ def _endpoint(source: Path) -> str:
     try:
         url = msgspec.json.decode(first, type=_Addressed).url
     except msgspec.DecodeError as error:
-        raise ValueError(f"line 1 of {source} is no request of a batch: {error}") from error
+        raise ValueError(f"line 1 of {source} is not a request of a batch: {error}") from error
     if url not in get_args(BatchEndpoint):
         raise ValueError(
             f"url is {url[:60]!r} in line 1 of {source}; it must be {' or '.join(get_args(BatchEndpoint))}"
@@ -111,7 +111,9 @@ def _answered_ids(target: Path) -> set[str]:
             except msgspec.DecodeError as error:
                 if is_cut_off and line.startswith(b"{") and not isinstance(error, msgspec.ValidationError):
                     break
-                raise ValueError(f"line {number} of {target} is no answer of a batch; name another OUTPUT") from error
+                raise ValueError(
+                    f"line {number} of {target} is not an answer of a batch; name another OUTPUT"
+                ) from error
             if is_cut_off:
                 break
             ids.add(answered.custom_id)

@@ -222,7 +222,7 @@ class TokenVerifier:
             raise _refused(f"it is signed with {str(algorithm)[:20]!r}; this server takes {', '.join(ALGORITHMS)}")
         key = await self._keys.key(id)
         if key is None:
-            raise _refused("its key (kid) is none of the issuer's")
+            raise _refused("its key (kid) is not one of the issuer's")
         if key.algorithm_name != algorithm and not (key.key_type == "RSA" and algorithm[:2] in ("RS", "PS")):
             raise _refused(f"it is signed with {algorithm}, which its key (kid) is not for")
         try:

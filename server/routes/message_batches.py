@@ -121,7 +121,7 @@ async def message_batch_results(http: Request, batch_id: str) -> Response:
     store, owner = runner_of(http).store, owner_of(http.scope).key or ""
     batch = await asyncio.to_thread(store.batch, batch_id, owner)
     if batch.status not in BATCH_ENDED:
-        raise BadRequest(f"{batch_id} has not ended; it has results then")
+        raise BadRequest(f"{batch_id} has not ended; its results can be read when it has")
     outputs = [store.path(id, owner) for id in (batch.output_file_id, batch.error_file_id) if id is not None]
     return StreamingResponse(_results(outputs), media_type="application/x-jsonl")
 

@@ -107,7 +107,7 @@ def _page(http: Request, models: list[ModelInfo]) -> ModelInfoPage:
     first, last = 0, len(models)
     for name in ("after_id", "before_id"):
         if name in query and query[name] not in ids:
-            raise BadRequest(f"{name} is {query[name][:60]!r}, which is no model of this server")
+            raise BadRequest(f"{name} is {query[name][:60]!r}, which is not a model of this server")
     if "after_id" in query:
         first = ids.index(query["after_id"]) + 1
     if "before_id" in query:

@@ -89,4 +89,4 @@ def _refuse_others(http: Request, *known: str) -> None:
     for name in http.query_params:
         if name not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no parameters"
-            raise BadRequest(f"{name[:60]} is no parameter of {http.url.path}; {takes}", param=name[:60])
+            raise BadRequest(f"{name[:60]} is not a parameter of {http.url.path}; {takes}", param=name[:60])

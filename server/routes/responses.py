@@ -243,7 +243,7 @@ async def list_input_items(http: Request, response_id: str) -> Response:
     if (after := http.query_params.get("after")) is not None:
         position = next((index for index, item in enumerate(items) if item.id == after), None)
         if position is None:
-            raise BadRequest(f"after is {after[:60]!r}, which is no item of this response", param="after")
+            raise BadRequest(f"after is {after[:60]!r}, which is not an item of this response", param="after")
         items = items[position + 1 :]
     page = items[:limit]
     ends = (page[0].id, page[-1].id) if page else (None, None)

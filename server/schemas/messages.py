@@ -393,7 +393,7 @@ class CountTokensRequest(ModelRequest):
     """Body of `POST /v1/messages/count_tokens`: the fields of a message request that determine its prompt."""
 
     messages: Annotated[Items[MessageParam], Field(min_length=1)]
-    """The conversation so far, oldest first. A last message of the assistant's is continued."""
+    """The conversation so far, oldest first. A last message with the role assistant is continued."""
 
     system: Annotated[Items[TextBlock], BeforeValidator(_text_blocks, json_schema_input_type=str | list[Any])] = []  # noqa: RUF012
     """Instructions before the conversation: text, or a list of text blocks."""

@@ -178,13 +178,13 @@ class ResumableStreams:
         if stream is None or stream.owner.key != owner.key:
             raise StreamNotFound(
                 f"there is no stream {id[:80]!r}: it was not resumable, had no client for {self._seconds:g} s, or the "
-                "server was started again; send the request anew, without Last-Event-ID"
+                "server was started again; send the request again, without Last-Event-ID"
             )
         start = int(text) + 1
         if not stream.first <= start <= stream.end:
             raise StreamNotFound(
                 f"event {text} is not one of those that are held of stream {id}, {stream.first} to {stream.end - 1}; "
-                "send the request anew, without Last-Event-ID"
+                "send the request again, without Last-Event-ID"
             )
         if state is not None:
             state["facts"] = stream.facts

@@ -150,7 +150,7 @@ def test_requests_of_all_replicas_go_on_when_one_is_killed(
         until_replaced(two, pid)
     assert tokens(two, PROMPTS, GREEDY) == [each[:24] for each in expected]
     assert f"engine core {victim} was killed by SIGKILL; another is started" in caplog.text
-    assert f"replica {victim} is gone, with which this one computes in lockstep" in caplog.text
+    assert f"replica {victim}, with which this one computes in lockstep, is gone" in caplog.text
 
 
 @pytest.mark.slow  # While they compute: the test above.

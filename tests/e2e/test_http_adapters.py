@@ -356,7 +356,7 @@ def test_a_core_that_is_killed_while_it_reads_an_adapter_loses_nothing(
         victim.kill()
         loading.join()
     assert answer[0].status_code == 503
-    assert "died while it loaded the adapter, which is not loaded" in answer[0].json()["error"]["message"]
+    assert "died while it loaded the adapter, so the adapter is not loaded" in answer[0].json()["error"]["message"]
     assert listed(served) == ["base"]
     assert stream.join()[:TOKENS] == expected["base"]
     assert load("late", "wide").status_code == 200

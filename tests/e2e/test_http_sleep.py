@@ -139,7 +139,7 @@ def test_a_core_that_is_killed_in_its_sleep_costs_no_stream(
     ("path", "words"),
     [
         ("/sleep?level=3", "level is '3'; it must be an integer between 1 and 2"),
-        ("/sleep?mode=abort", "mode is no parameter of /sleep; it takes level, model"),
+        ("/sleep?mode=abort", "mode is not a parameter of /sleep; it takes level, model"),
         ("/wake_up?tags=weights", "tags is no parameter of /wake_up; it takes model"),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_host_with_another_key_is_turned_away_and_the_engine_says_who_never_ca
     assert raised.value.usage
     assert host.wait() == 1
     assert host.stderr.count("kaon: ") == 1
-    assert "turns this host away; the cluster key must be the same on all hosts" in host.stderr
+    assert "refuses this host; the cluster key must be the same on all hosts" in host.stderr
     assert "Traceback" not in host.stderr
 
 
@@ -182,7 +182,7 @@ def test_a_second_host_of_the_same_number_is_refused_and_disturbs_no_other(
     core, ranks = joined.engine._core.pid, joined.host.ranks()
     second = start_host(joined.port)
     assert second.wait() == 1
-    assert "node_rank is 1, and another host has joined as that already" in second.stderr
+    assert "node_rank is 1, but another host has already joined with this number" in second.stderr
     assert joined.engine.generate(["Hello"], SamplingParams(max_tokens=4), use_tqdm=False)[0]["finish_reason"]
     assert (joined.engine._core.pid, joined.host.ranks()) == (core, ranks)
 
@@ -199,7 +199,9 @@ def test_a_port_in_use_is_named_and_nothing_stays(offset: int, port: int) -> Non
 
 @pytest.mark.slow  # The error message: tests/unit/test_cluster.py.
 def test_an_address_of_no_interface_here_is_refused(port: int) -> None:
-    with pytest.raises(EngineDeadError, match=r"master_addr is 203\.0\.113\.9, which is no address of this machine"):
+    with pytest.raises(
+        EngineDeadError, match=r"master_addr is 203\.0\.113\.9, which is not an address of this machine"
+    ):
         first_host(port, parallel={"master_addr": "203.0.113.9"})
 
 
@@ -207,7 +209,7 @@ def test_an_address_of_no_interface_here_is_refused(port: int) -> None:
 def test_without_a_key_no_socket_listens_for_other_machines(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CLUSTER_KEY_ENV)
     with pytest.raises(
-        EngineDeadError, match=r"master_addr is 203\.0\.113\.9, which other machines reach, but there is no key"
+        EngineDeadError, match=r"master_addr is 203\.0\.113\.9, which other machines can reach, but no key"
     ):
         first_host(port, parallel={"master_addr": "203.0.113.9"})
 

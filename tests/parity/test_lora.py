@@ -226,7 +226,7 @@ def test_patterns_are_matched_with_the_names_of_experts_before_the_adapter_is_at
         ({"lora_A": None}, r"lacks model.layers.0.mlp.experts.base_layer.lora_A"),
         ({"": None}, r"lacks model.layers.0.mlp.experts.gate_up_proj; save"),
         ({"lora_A": (24, 8)}, r"experts.base_layer in .* has a product of 8 inputs and 80 outputs, which no stack"),
-        ({"lora_A": (16, 64)}, r"has a product with shape \[16, 64\], where the model needs \[24, 64\]"),
+        ({"lora_A": (16, 64)}, r"has a LoRA product of shape \[16, 64\], where the model needs \[24, 64\]"),
     ],
 )
 def test_adapters_of_experts_that_do_not_fit_are_refused_in_a_sentence(
@@ -289,23 +289,23 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> PagedModel:
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 WRONG = {
     "lacks model.layers.0.self_attn.q_proj.lora_B": {f"{Q_PROJ}.lora_A.weight": (4, 64)},
-    "q_proj in .* has a product with shape \\[5, 64\\], where the model needs \\[4, 64\\]": {
+    "q_proj in .* has a LoRA product of shape \\[5, 64\\], where the model needs \\[4, 64\\]": {
         f"{Q_PROJ}.lora_A.weight": (5, 64),
         f"{Q_PROJ}.lora_B.weight": (64, 5),
     },
-    "has a product with shape \\[32, 4\\], where the model needs \\[64, 4\\]": {
+    "has a LoRA product of shape \\[32, 4\\], where the model needs \\[64, 4\\]": {
         f"{Q_PROJ}.lora_A.weight": (4, 64),
         f"{Q_PROJ}.lora_B.weight": (32, 4),
     },
-    "holds model.layers.7.self_attn.q_proj, of which the model makes no linear layer": {
+    "holds model.layers.7.self_attn.q_proj, but the model has no such linear layer": {
         f"{Q_PROJ.replace('0', '7')}.lora_A.weight": (4, 64),
         f"{Q_PROJ.replace('0', '7')}.lora_B.weight": (64, 4),
     },
-    "holds lm_head, of which the model makes no linear layer": {
+    "holds lm_head, but the model has no such linear layer": {
         "base_model.model.lm_head.lora_A.weight": (4, 64),
         "base_model.model.lm_head.lora_B.weight": (307, 4),
     },
-    "embed_tokens.lora_embedding_A, which is no part of LoRA": {
+    "embed_tokens.lora_embedding_A, which is not part of a LoRA adapter": {
         "base_model.model.model.embed_tokens.lora_embedding_A": (4, 307)
     },
     "lacks every product": {},

@@ -307,7 +307,7 @@ def test_an_operator_that_is_named_as_tritons_stays_and_a_warning_says_what_is_w
     only(monkeypatch, "norm", "activation")
     model = check_kernels(model)
     assert triton.left() == {"activation"}
-    assert "They compute all the same, as kernel_backend says norm=triton; another release" in caplog.text
+    assert "They are used nevertheless, because kernel_backend has norm=triton; another release" in caplog.text
 
 
 @pytest.mark.usefixtures("triton_backend")

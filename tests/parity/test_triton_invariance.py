@@ -148,5 +148,7 @@ def test_a_start_that_cannot_be_invariant_says_why(fields: dict[str, bool], why:
     if why is None:
         loaded.require_invariance()
         return
-    with pytest.raises(ValueError, match=f"^batch_invariant is set, but {why}; leave one of the two out$"):
+    with pytest.raises(
+        ValueError, match=f"^batch_invariant is set, but {why}; unset batch_invariant, or change that$"
+    ):
         loaded.require_invariance()

@@ -34,7 +34,7 @@ async def test_a_core_that_dies_answers_what_was_awaited_of_it_alone() -> None:
     died, broken = await asyncio.gather(first, second)
     assert isinstance(died, AdapterError)
     assert died.is_temporary
-    assert str(died) == "engine core 0 died while it loaded the adapter, which is not loaded; load it again"
+    assert str(died) == "engine core 0 died while it loaded the adapter, so the adapter is not loaded; load it again"
     assert isinstance(broken, AdapterError)
     assert not broken.is_temporary
     assert str(broken) == "it is broken"

@@ -513,7 +513,7 @@ def test_what_replaced_a_file_in_the_store_is_not_served(tmp_path: Path) -> None
         path = store.path(id, "me")
         path.unlink()
         put(path)
-        with pytest.raises(FileNotFound, match="is no regular file"):
+        with pytest.raises(FileNotFound, match="is not a regular file"):
             store.path(id, "me")
         store.delete_file(id, "me")
     assert Path("/etc/passwd").exists()

@@ -75,7 +75,7 @@ def test_a_bad_setting_is_one_sentence_on_stderr_and_exit_code_2(capsys: pytest.
 
 
 def test_an_address_of_another_machine_is_reported_as_such() -> None:
-    with pytest.raises(OSError, match=r"^host is 192\.0\.2\.1, which is no address of this machine$"):
+    with pytest.raises(OSError, match=r"^host is 192\.0\.2\.1, which is not an address of this machine$"):
         server.process._listen(ServerConfig(host="192.0.2.1", port=0), is_keyless=False)
 
 

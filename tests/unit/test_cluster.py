@@ -64,7 +64,7 @@ def test_without_a_key_only_this_machine_is_served(address: str, monkeypatch: py
     monkeypatch.delenv(CLUSTER_KEY_ENV, raising=False)
     assert read_cluster_key(None, address) == ""
     for reachable in ("10.0.0.1", "0.0.0.0", "kaon-0.kaon"):
-        with pytest.raises(ValueError, match=f"master_addr is {reachable}, which other machines reach"):
+        with pytest.raises(ValueError, match=f"master_addr is {reachable}, which other machines can reach"):
             read_cluster_key(None, reachable)
 
 
@@ -129,7 +129,7 @@ def test_replicas_are_dealt_out_as_neighbours_with_as_many_on_each_host() -> Non
         ({"nnodes": 2, "data_parallel_size": 8, "master_port": 65530}, "set it to at most 65528"),
         ({"master_port": 65534}, "master_port"),
         ({"master_addr": "0.0.0.0"}, r"master_addr is 0\.0\.0\.0; name the one address"),
-        ({"master_addr": "kaon..example"}, r"master_addr is kaon\.\.example, which is no host's name"),
+        ({"master_addr": "kaon..example"}, r"master_addr is kaon\.\.example, which is not a host name"),
         ({"master_addr": "::"}, "master_addr is ::; name the one address"),
     ],
 )

@@ -312,7 +312,7 @@ def test_one_that_hears_that_another_has_left_follows_it(replicas: Replicas) -> 
     replicas.wait_asleep()
     replicas.locksteps[0]._world.left_by = 1  # type: ignore[attr-defined]
     replicas.add(0, 1)
-    with pytest.raises(PeerLostError, match="replica 1 is gone, with which this one computes in lockstep"):
+    with pytest.raises(PeerLostError, match="replica 1, with which this one computes in lockstep, is gone"):
         replicas.loops[0].result(WAIT_SECONDS)
     assert replicas.left == []
 
@@ -323,5 +323,5 @@ def test_one_that_cannot_meet_another_that_is_gone_says_so(replicas: Replicas) -
     replicas.locksteps[0].peers.gone = 1  # type: ignore[attr-defined]
     replicas._barrier.abort()
     replicas.add(0, 1)
-    with pytest.raises(PeerLostError, match="replica 1 is gone, with which this one computes in lockstep"):
+    with pytest.raises(PeerLostError, match="replica 1, with which this one computes in lockstep, is gone"):
         replicas.loops[0].result(WAIT_SECONDS)

@@ -129,7 +129,7 @@ def test_a_host_that_goes_on_in_words_of_another_version_loses_its_ranks(
     say(host, Hello(1, "worker-1", GROUND))
     host.send(b"\xff")
     wait_for(lambda: ranks[0].receive() is None)
-    assert ranks[0].exit_reason() == ("is gone: its host says what this version of Kaon cannot read", False)
+    assert ranks[0].exit_reason() == ("is gone: its host sent a message that this version of Kaon cannot read", False)
 
 
 def test_a_host_speaks_for_its_own_ranks_only(call: Caller, ranks: list[RemoteRank]) -> None:
@@ -157,7 +157,7 @@ def test_a_second_host_of_a_number_is_refused_once_the_first_has_answered(
     first.send(b"")
     answer = heard(second)
     assert isinstance(answer, Refused)
-    assert answer.why == "node_rank is 1, and another host has joined as that already"
+    assert answer.why == "node_rank is 1, but another host has already joined with this number"
 
 
 def test_a_second_host_of_a_number_takes_the_place_of_one_that_went_without_a_word(
@@ -297,7 +297,7 @@ def test_a_host_answers_whether_it_is_there_and_ends_in_a_sentence_at_words_it_c
     assert core.hear() == b""
     core.say(b"\xff")
     thread.join(WAIT_MS / 1e3)
-    assert "says what this version of Kaon cannot read" in str(raised[0])
+    assert "sent a message that this version of Kaon cannot read" in str(raised[0])
 
 
 def test_a_host_s_ranks_have_its_own_checkpoint_and_threads(

@@ -127,7 +127,7 @@ def test_a_model_that_fails_whatever_it_computes_ends_the_core_and_reports_the_s
     for seq_id in range(3):
         bench.add(seq_id)
     bench.runner.on_step = fail
-    with pytest.raises(RuntimeError, match="fail whatever they compute: the device is gone"):
+    with pytest.raises(RuntimeError, match="fails, whichever requests it computes: the device is gone"):
         bench.core.busy_loop()
     assert sorted(bench.record.read()) == [0, 1, 2]
     while not bench.core.output_queue.empty():

@@ -36,7 +36,9 @@ def test_restarts_beyond_the_window_are_forgotten(clock: Clock) -> None:
     policy.next_start(futile=False)
     clock.now += 59.9
     assert policy.next_start(futile=False) is None
-    assert policy.why_not == "; it was started again 2 times within 60 s (max_core_restarts), and is not once more"
+    assert (
+        policy.why_not == "; it was started again 2 times within 60 s (max_core_restarts), so it is not started again"
+    )
 
 
 def test_futile_starts_are_repeated_later_and_later_and_then_no_more(clock: Clock) -> None:

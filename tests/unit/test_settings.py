@@ -163,9 +163,9 @@ def test_an_empty_file_sets_nothing(yaml_file: Path) -> None:
         (
             ["--enable-prefix-caching", "false"],
             "--enable-prefix-caching takes no value; write --enable-prefix-caching, or --no-enable-prefix-caching "
-            "for the contrary",
+            "to switch it off",
         ),
-        (["--model", "a"], "--model is not a flag; MODEL stands by itself: kaon serve MODEL"),
+        (["--model", "a"], "--model is not a flag; MODEL needs no flag: kaon serve MODEL"),
         (["-tp", "2"], "-tp is not a flag; it is --tensor-parallel-size here"),
         (["--block-size=32"], "--block-size is not a flag; it is --kv-cache-block-size here"),
         (["--pt", "2"], "--pt is not a flag; did you mean --port?"),

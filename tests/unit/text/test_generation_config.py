@@ -46,7 +46,7 @@ def test_none_reads_nothing_and_a_directory_is_read_in_place_of_the_checkpoint(t
 
 
 def test_a_directory_without_the_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"generation_config is .*, which is no directory with a"):
+    with pytest.raises(CheckpointError, match=r"generation_config is .*, which is not a directory with a"):
         GenerationDefaults.load(str(tmp_path), tmp_path)
 
 
@@ -69,4 +69,4 @@ def test_a_value_that_requests_could_not_send_is_refused(
     with pytest.raises(CheckpointError) as caught:
         GenerationDefaults.load("auto", write(tmp_path, **values))
     assert sentence in str(caught.value)
-    assert str(caught.value).endswith("mend it, or set generation_config to none")
+    assert str(caught.value).endswith("correct it, or set generation_config to none")
