@@ -515,6 +515,11 @@ class Replica:
         """Whether the core waits for cores of other replicas, and none of them waits for it."""
         return self._rendezvous is not None and self._rendezvous.waits_for_peers(self.number)
 
+    @property
+    def awaits_peer_host(self) -> bool:
+        """Whether the core of another replica in lockstep waits until its host joins."""
+        return any(replica.supervisor.awaits_host for replica in self._lockstep if replica is not self)
+
     def on_step(self, step: StepOutputs) -> None:
         """Record and deliver a step's outputs."""
         left = self.journal.record(step)
@@ -547,6 +552,11 @@ class Replica:
         """Recall all requests and end those that do not continue. Returns whether a request was found to be the
         cause."""
         self._adapters.core_died(self.number, self.supervisor.name)
+        if killed and in_step is None and self._rendezvous is not None and self._rendezvous.is_member(self.number):
+            # It may have been lost with its host and live on, so that its connections show others no end.
+            for replica in self._lockstep:
+                if replica is not self and self._rendezvous.is_member(replica.number):
+                    replica.supervisor.end_with_peer(self.supervisor.name)
         ended = self.journal.core_died(in_step, killed=killed)
         self._deliver(ended)
         return any(output.is_poison for output in ended)
@@ -564,7 +574,7 @@ class Replica:
 class Successor:
     """The `Keeper` of a core with new weights, before it has requests."""
 
-    has_work = waits_for_peers = False
+    has_work = waits_for_peers = awaits_peer_host = False
 
     def __init__(self, config: Config, name: str, new_core: Callable[[Config], CoreHandle]) -> None:
         """Start the core. Raises `ValueError`, `OSError` if it cannot be started."""

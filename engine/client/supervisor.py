@@ -288,6 +288,10 @@ class Keeper(Protocol):
     def waits_for_peers(self) -> bool:
         """Whether the core waits for cores in lockstep with it, and none of them waits for it."""
 
+    @property
+    def awaits_peer_host(self) -> bool:
+        """Whether a core in lockstep with this one waits until its host joins, so that this one could not serve."""
+
     def new_core(self, config: Config, context: "zmq.Context[zmq.Socket[bytes]]", /) -> CoreLink:
         """Start a core. Raises `ValueError`, `OSError` if it cannot be started."""
 
@@ -342,6 +346,8 @@ class Supervisor:
         self._started = time.monotonic()
         self._first_start_seconds = 0.0
         self._stalled: str | None = None
+        self._lost_peer: str | None = None
+        """Name of a core in lockstep, without which this one is killed."""
         self._start_at: float | None = None
         self._closing = False
         self.is_suspended = not starts
@@ -413,6 +419,13 @@ class Supervisor:
         self.is_suspended = True
         self.send([Shutdown()])
 
+    def end_with_peer(self, name: str) -> None:
+        """Kill the core, since the core `name` in lockstep with it is lost. No request is the cause."""
+        if self._links:
+            self._lost_peer = name
+            self._note_serving(False)
+            self._links[0].kill()
+
     def resume(self) -> None:
         """Start a core unless there is one. A failed start is repeated as after a crash."""
         self.is_suspended = False
@@ -443,7 +456,7 @@ class Supervisor:
     def next_poll(self) -> float:
         """Time, on the monotonic clock, at which to `poll` even without a message; infinite: only after a message."""
         start = math.inf if self._start_at is None else self._start_at
-        checks = self._watches or self._awaits_host
+        checks = self._watches or self.awaits_host
         return min(start, time.monotonic() + self._watchdog.interval) if checks else start
 
     def poll(self) -> None:
@@ -455,7 +468,7 @@ class Supervisor:
                 self._on_gone()
             elif self._watches:
                 self._check_progress()
-            elif self._awaits_host:
+            elif self.awaits_host:
                 self._watchdog.note_progress()
         if self._start_at is not None and time.monotonic() >= self._start_at:
             self._start_again()
@@ -513,7 +526,7 @@ class Supervisor:
         return self._starts and not self._links[0].waits_for_host
 
     @property
-    def _awaits_host(self) -> bool:
+    def awaits_host(self) -> bool:
         """Whether a restarted core waits until its host joins, which has no time limit."""
         return self._starts and self._links[0].waits_for_host
 
@@ -573,7 +586,13 @@ class Supervisor:
 
     def _start_again(self) -> None:
         self._start_at = None
-        if self.failure is None:
+        if self.failure is not None:
+            return
+        if self._keeper.awaits_peer_host:
+            self._start_at = time.monotonic() + self._watchdog.interval
+            if self._loop is not None:
+                self._loop.call_later(self._watchdog.interval, self._start_again)
+        else:
             try:
                 self._start()
             except (OSError, ValueError, zmq.ZMQError) as error:
@@ -590,6 +609,9 @@ class Supervisor:
         killed = exit_code == -signal.SIGKILL or failure.killed
         if self._stalled is not None:
             failure, killed = Failed(f"{self.name} stalled: {self._stalled}"), False
+        elif self._lost_peer is not None and not failure.collateral:
+            sentence = f"{self.name} was ended: {self._lost_peer} is gone, with which it computes in lockstep"
+            failure, killed = Failed(sentence, collateral=True), False
         # If it ended because of another core, no request of its step is the cause.
         in_step = None if failure.collateral else link.running_step()
         self._unlink(link)
@@ -622,7 +644,7 @@ class Supervisor:
                 self._loop.remove_reader(descriptor)
         self._links.clear()
         self._note_serving(False)
-        self._stalled = None
+        self._stalled = self._lost_peer = None
         link.close(why)
 
     def _end(self, failure: Failed) -> None:

@@ -97,7 +97,10 @@ class LockstepMember(msgspec.Struct, frozen=True):
 
 
 class LockstepRendezvous:
-    """Manages the rounds of rendezvous. When a core has ended, the other cores of its round end by themselves."""
+    """Manages the rounds of rendezvous. When a core has ended, the other cores of its round end by themselves.
+
+    A core that is lost with its host may not have ended: then its replica has the others ended.
+    """
 
     def __init__(self, num_replicas: int, num_ranks: int = 1, hub: tuple[str, int] | None = None) -> None:
         """`num_ranks` is the number of ranks per replica. `hub`: where replicas on several hosts meet; see `Hub`."""
@@ -125,6 +128,10 @@ class LockstepRendezvous:
         if self._hub is not None:
             return LockstepMember(replica, self._num_replicas, hub=Hub(*self._hub, self._key, self._round))
         return LockstepMember(replica, self._num_replicas, self._directories[-1], tuple(self._memory))
+
+    def is_member(self, replica: int) -> bool:
+        """Return whether the latest core of a replica belongs to the latest round."""
+        return replica in self._members
 
     def waits_for_peers(self, replica: int) -> bool:
         """Return whether a replica waits for others and none waits for it, or another core of its round has ended.

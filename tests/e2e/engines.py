@@ -19,6 +19,11 @@ def until_replaced(engine: LLMEngine, pid: int) -> None:
     _until(engine, lambda: pid not in core.pids and len(core.serving) == len(core.pids))
 
 
+def until_lost(engine: LLMEngine) -> None:
+    """Return once no core serves."""
+    _until(engine, lambda: not engine._core.serving)
+
+
 def _until(engine: LLMEngine, holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not holds():

@@ -12,7 +12,7 @@ from engine.client.llm_engine import LLMEngine
 from engine.config.config import ParallelConfig
 from engine.sampling_params import SamplingParams
 from tests.e2e.core_host import replica_fields
-from tests.e2e.engines import until_begun, until_replaced
+from tests.e2e.engines import until_begun, until_lost, until_replaced
 from tests.e2e.kaon_host import FIELDS, KaonHost
 from tests.e2e.kaon_server import SETTINGS, START_SECONDS, KaonServer, eventually
 from tests.e2e.processes import wait_gone
@@ -105,19 +105,29 @@ def test_a_stream_goes_on_elsewhere_when_its_host_is_lost_for_good(
     assert host.wait() == 0
 
 
+# -- experts that are distributed over the replicas of both hosts --------------------------------------------------
+
+_PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6), prompt(9, seed=4)]
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+_SPREAD: dict[str, Any] = {"enable_expert_parallel": True, "data_parallel_placement": "round_robin"}
+
+
+def _mixture(folder: Path) -> tuple[dict[str, Any], list[list[int]]]:
+    """Settings of a mixture of experts, and one engine's tokens for the prompts."""
+    variant = next(each for each in all_variants() if each.architecture == "Qwen3MoeForCausalLM")
+    model = str(make_checkpoint(folder, variant.family, **variant.overrides))
+    settings = {**FIELDS, "model": model, "max_model_len": 128}
+    with LLMEngine(**settings) as engine:
+        return settings, [each["token_ids"] for each in engine.generate(_PROMPTS, _GREEDY, use_tqdm=False)]
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_replicas_on_two_hosts_exchange_tokens_for_their_experts_also_after_a_core_is_killed(
     ranks: int, port: int, start_host: Callable[..., KaonHost], tmp_path: Path
 ) -> None:
-    variant = next(each for each in all_variants() if each.architecture == "Qwen3MoeForCausalLM")
-    settings = {**FIELDS, "model": str(make_checkpoint(tmp_path, variant.family, **variant.overrides))}
-    settings["max_model_len"] = 128
-    prompts = [prompt(37), prompt(3, seed=7), prompt(21, seed=6), prompt(9, seed=4)]
-    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-    with LLMEngine(**settings) as engine:
-        alone = [result["token_ids"] for result in engine.generate(prompts, params, use_tqdm=False)]
-    spread = {"enable_expert_parallel": True, "tensor_parallel_size": ranks, "data_parallel_placement": "round_robin"}
+    settings, alone = _mixture(tmp_path)
+    spread = {**_SPREAD, "tensor_parallel_size": ranks}
     host = start_host(port, parallel=spread, **settings)
     with LLMEngine(
         parallel_config=ParallelConfig.model_validate(replica_fields(port, **spread)), **settings
@@ -125,10 +135,10 @@ def test_replicas_on_two_hosts_exchange_tokens_for_their_experts_also_after_a_co
         [core] = host.process.children()
         assert core.pid == engine._core.pids[1]
         # One replica idle, and both busy.
-        for some in (prompts[:1], prompts):
-            found = engine.generate(some, params, use_tqdm=False)
+        for some in (_PROMPTS[:1], _PROMPTS):
+            found = engine.generate(some, _GREEDY, use_tqdm=False)
             assert [result["token_ids"] for result in found] == alone[: len(some)]
-        ids = engine.add_request(prompts, params)
+        ids = engine.add_request(_PROMPTS, _GREEDY)
         assert all(replica.live for replica in engine._core._replicas), "each computes some"
         until_begun(engine)
         pids = engine._core.pids
@@ -138,3 +148,39 @@ def test_replicas_on_two_hosts_exchange_tokens_for_their_experts_also_after_a_co
     assert host.wait() == 0
     wait_gone(pids)
     assert "Traceback" not in host.stderr
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_requests_over_both_hosts_go_on_when_a_host_that_vanished_has_joined_again(
+    is_killed: bool, port: int, start_host: Callable[..., KaonHost], tmp_path: Path
+) -> None:
+    """A host that is stopped keeps its connections open, but answers nothing, as one without power or network does."""
+    settings, alone = _mixture(tmp_path)
+    host = start_host(port, parallel=_SPREAD, **settings)
+    parallel = ParallelConfig.model_validate(replica_fields(port, **_SPREAD))
+    with LLMEngine(parallel_config=parallel, **settings) as engine:
+        ids = engine.add_request(_PROMPTS, _GREEDY)
+        until_begun(engine)
+        [core] = host.process.children()
+        pids = engine._core.pids
+        if is_killed:
+            host.process.kill()
+        else:
+            for process in (host.process, core):
+                process.suspend()
+        try:
+            until_lost(engine)
+            wait_gone(pids[:1])
+            again = start_host(port, parallel=_SPREAD, **settings)
+            assert [result["token_ids"] for result in engine.collect(ids)] == alone
+        finally:
+            if not is_killed:
+                # The host would end a core that is stopped.
+                for process in (core, host.process):
+                    process.resume()
+        if not is_killed:
+            assert host.wait() == 1
+            assert "another host has joined as that already" in host.stderr
+        wait_gone(pids)
+    assert again.wait() == 0

@@ -63,10 +63,15 @@ class Keeper:
 
     def __init__(self) -> None:
         self.link = Link()
-        self.waits_for_peers = False
+        self.waits_for_peers = self.awaits_peer_host = False
+        self.starts = 0
 
     def new_core(self, config: Config, context: object) -> Link:
+        self.starts += 1
         return self.link
+
+    def on_unavailable(self) -> None:
+        pass
 
     def on_end(self, failure: Failed) -> None:
         pass
@@ -119,6 +124,34 @@ def test_who_was_in_the_step_is_not_blamed_where_a_core_followed_another_into_it
     supervisor = Supervisor(Config(), keeper)  # type: ignore[arg-type]
     supervisor._on_gone()
     assert keeper.blamed == blamed
+
+
+def test_a_core_whose_peer_is_lost_with_its_host_is_ended_and_no_request_is_blamed() -> None:
+    """The connections between them may stay open, so that it would wait for the lost one until it stalls."""
+    keeper = Keeper()
+    supervisor = Supervisor(Config(), keeper)  # type: ignore[arg-type]
+    supervisor.is_serving = True
+    supervisor.end_with_peer("engine core 1")
+    assert keeper.link.kills == 1
+    assert not supervisor.is_serving
+    supervisor._on_gone()
+    assert keeper.blamed is None
+
+
+def test_no_core_is_started_while_the_host_of_its_peer_is_awaited(clock: Clock) -> None:
+    """It could not meet its peer, and would end after rank_start_timeout, again and again."""
+    keeper = Keeper()
+    supervisor = Supervisor(Config(), keeper)  # type: ignore[arg-type]
+    supervisor._served = keeper.awaits_peer_host = True
+    supervisor._on_gone()
+    for _ in range(1000):
+        clock.now += 1
+        supervisor.poll()
+    assert keeper.starts == 1
+    keeper.awaits_peer_host = False
+    clock.now += 1
+    supervisor.poll()
+    assert keeper.starts == 2
 
 
 def test_a_watch_without_a_free_descriptor_sees_nothing_and_raises_nothing() -> None:
