@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tools.mutate import locate, resolve
+from tools.mutations import MUTATIONS
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("kaon", "server", "engine", "kvcache", "models")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -62,3 +65,9 @@ def test_no_committed_file_names_a_path_of_one_machine() -> None:
         if path.suffix not in {".safetensors"} and of_one_machine.search(path.read_bytes())
     ]
     assert guilty == []
+
+
+def test_each_seeded_bug_is_found_once_in_the_product_and_names_tests_that_exist() -> None:
+    """So that `make mutate` runs also after the code that it changes has moved."""
+    stale = [each.name for each in MUTATIONS if len(locate(each)) != 1 or not all(map(resolve, each.tests))]
+    assert not stale
