@@ -24,8 +24,8 @@ from engine.core.scheduler import Scheduler
 from engine.runner import loaded_model
 from engine.runner.device import EagerGraph, Graph
 from engine.runner.kernel_build import AbsentDevice
-from engine.runner.launched_step import LaunchedStep
 from engine.runner.model_runner import ModelRunner
+from engine.runner.step_results import LaunchedStep
 from engine.runner.warm_up import WarmUpRow, WarmUpStep
 from models.architectures.config import CheckpointConfig, ModelConfig
 from models.architectures.registry import ARCHITECTURES

@@ -24,9 +24,9 @@ from engine.core.step_pipeline import StepPipeline
 from engine.distributed.flight_record import FlightRecord
 from engine.messages import RequestOutput
 from engine.runner.device import Device
-from engine.runner.launched_step import LaunchedStep
 from engine.runner.loaded_model import LoadedModel, load_model
 from engine.runner.model_runner import ModelRunner
+from engine.runner.step_results import LaunchedStep
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.architectures.config import CheckpointConfig, ModelConfig

@@ -32,13 +32,12 @@ from engine.runner.drafting import DeviceDrafts, ModelDrafter
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
 from engine.runner.kernel_checks import leave_to_torch
 from engine.runner.kv_cache import PageCommitter
-from engine.runner.launched_step import LaunchedStep, StepResult, StepWork
 from engine.runner.loaded_model import LoadedModel, drafter_caches
 from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST
-from engine.runner.pooling import PooledVectors, PromptPooler, finish_vectors
+from engine.runner.pooling import PooledVectors, PromptPooler
 from engine.runner.sentinel import Sentinel, sentinel_interval
 from engine.runner.step_graphs import DecodeGraphs, make_graphs, why_no_graphs
-from engine.runner.step_output import accepted_tokens, mark_unusable, output_of
+from engine.runner.step_results import LaunchedStep, StepResult, StepWork, accepted_tokens, mark_unusable, output_of
 from engine.runner.warm_up import StepSizes, WarmUpRow, WarmUpStep, compile_kernels, dummy_batch, dummy_prompt
 from engine.sampling.logprobs import compute_prompt_logits, read_prompt_logprobs
 from engine.sampling.parameters import SamplingRows
@@ -105,7 +104,7 @@ class ModelRunner:
         # A cache of one block belongs to the step that measures memory.
         is_serving = num_blocks > 1
         # Graphs replay decodes, so a model that generates nothing has none, which needs no log line.
-        why_eager = why_no_graphs(config, loaded.seam, self.parallel, self.model) if loaded.generates else ""
+        why_eager = why_no_graphs(loaded) if loaded.generates else ""
         has_graphs = why_eager is None and is_serving
         self.padding_block = num_blocks if has_graphs or loaded.exchange is not None else None
         """A block of the cache that no sequence uses: dummy and padding rows write there."""
@@ -168,7 +167,7 @@ class ModelRunner:
         self.pooler: PromptPooler | None = None
         """Pools prompts, on rank 0 of a model that pools."""
         if loaded.pooling is not None and loaded.pooling_head is not None:
-            self.pooler = PromptPooler(loaded.pooling, loaded.pooling_head)
+            self.pooler = PromptPooler(loaded.pooling, loaded.pooling_head, self.dtype)
         self._dummy: tuple[Context, DeviceInputs] | None = None
         """The step of `dummy_prefill`, prepared once, since other replicas wait for that pass."""
         if self.padding_block is not None and self.parallel.size == 1 and loaded.exchange is not None:
@@ -203,16 +202,10 @@ class ModelRunner:
     def _make_graphs(self) -> DecodeGraphs:
         observed = {} if self.sentinel is None else {"observing": self.sentinel.of_graph}
         return make_graphs(
-            self.config,
-            self.loaded.seam,
-            self.parallel,
-            self.model,
-            self.backend,
+            self.loaded,
             self.caches,
-            max_model_len=self.loaded.max_model_len,
             padding_block=self._num_blocks,
             padding_slot=self.num_slots,
-            stream_layers=self.loaded.stream_layers,
             passes=self._draft_passes,
             **observed,
         )
@@ -388,7 +381,7 @@ class ModelRunner:
             output = self.postprocess(batch, inputs, result.logits, result.drafted_from, result.verified)
             output.prompt_logprobs = result.prompt_logprobs
             if result.pooled is not None:
-                self.add_vectors(output, batch, result.pooled, result.pooled.values.cpu())
+                result.pooled.add_to(output, batch.req_ids, result.pooled.values.cpu())
             return output
 
     def _launched(
@@ -410,7 +403,7 @@ class ModelRunner:
             return self.finish(batch, inputs, sampled, drafted_from, device_drafts=drafts, is_launched=True)
 
         def add_vectors(output: ScheduledBatchOutput, pooled: PooledVectors, values: torch.Tensor) -> None:
-            self.add_vectors(output, batch, pooled, values)
+            pooled.add_to(output, batch.req_ids, values)
 
         work = StepWork(self.input_batch.resolve, sample, finish, add_vectors)
         return LaunchedStep(inputs, result, self.device_batch, self.ranks, work, drafts_on_device=drafts_on_device)
@@ -603,25 +596,6 @@ class ModelRunner:
             depth = 0 if self.drafter.has_caught_up else max(map(len, drafts), default=0)
             output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), depth)
         return output
-
-    def add_vectors(
-        self, output: ScheduledBatchOutput, batch: ScheduledBatch, pooled: PooledVectors, values: torch.Tensor
-    ) -> None:
-        """Add the vectors of pooled prompts to the output; `values` are on the host. # [spans, features] float32"""
-        assert self.pooler is not None
-        function = self.pooler.pooling.function
-        vectors = finish_vectors(values.numpy(), [span.params for span in pooled.spans], function)
-        output.vectors = {}
-        for span, vector in zip(pooled.spans, vectors, strict=True):
-            seq_id = batch.req_ids[span.row]
-            if vector is not None:
-                output.vectors[seq_id] = vector.astype("<f4", copy=False).tobytes()
-                continue
-            output.errors = output.errors or {}
-            output.errors[seq_id] = (
-                f"the model's vector is not finite: the checkpoint is damaged, or its values overflow {self.dtype} "
-                "and need another dtype"
-            )
 
     # -- the model's pass and its logits ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.messages import PoolingParams
+from engine.batch import ScheduledBatchOutput
 from engine.runner.input_batch import PooledSpan
 from models.architectures.pooling import Function, Mode, PoolingConfig
 from models.layers.pooling import PoolingHead
@@ -25,14 +25,35 @@ class PooledVectors(NamedTuple):
 
     spans: list[PooledSpan]
     values: torch.Tensor  # [spans, features] float32, on the device
+    function: Function
+    dtype: torch.dtype
+    """The model's."""
+
+    def add_to(self, output: ScheduledBatchOutput, seq_ids: Sequence[int], values: torch.Tensor) -> None:
+        """Add the vectors to a step's output, or an error for one with NaN or inf.
+
+        `seq_ids`: the sequences of the step's rows. `values`: those of this object on the host.
+        """
+        output.vectors = {}
+        for span, row in zip(self.spans, values.numpy(), strict=True):
+            seq_id, wanted = seq_ids[span.row], span.params
+            if np.isfinite(row).all():
+                vector = _FUNCTIONS[self.function if wanted.activate else "none"](row[: wanted.dimensions])
+                output.vectors[seq_id] = vector.astype("<f4", copy=False).tobytes()
+                continue
+            output.errors = output.errors or {}
+            output.errors[seq_id] = (
+                f"the model's vector is not finite: the checkpoint is damaged, or its values overflow {self.dtype} "
+                "and need another dtype"
+            )
 
 
 class PromptPooler:
     """Pools prompts by the modes of the model's checkpoint."""
 
-    def __init__(self, pooling: PoolingConfig, head: PoolingHead) -> None:
-        self.pooling = pooling
-        self._head = head
+    def __init__(self, pooling: PoolingConfig, head: PoolingHead, dtype: torch.dtype) -> None:
+        """`dtype`: the model's, which errors name."""
+        self._pooling, self._head, self._dtype = pooling, head, dtype
         self._begun: dict[tuple[int, Mode], torch.Tensor] = {}
         """Partial results of prompts that are not complete yet, by slot and mode."""
 
@@ -44,11 +65,13 @@ class PromptPooler:
         ended: list[PooledSpan] = []
         pooled: list[torch.Tensor] = []
         for span in spans:
-            parts = [self._part(mode, hidden[span.first : span.end], span) for mode in self.pooling.modes]
+            parts = [self._part(mode, hidden[span.first : span.end], span) for mode in self._pooling.modes]
             if span.is_last:
                 ended.append(span)
                 pooled.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-        return PooledVectors(ended, self._head(torch.stack(pooled))) if ended else None
+        if not ended:
+            return None
+        return PooledVectors(ended, self._head(torch.stack(pooled)), self._pooling.function, self._dtype)
 
     def _part(self, mode: Mode, states: torch.Tensor, span: PooledSpan) -> torch.Tensor:
         """The vector of one mode over all tokens up to the span's end. # [n, H] -> [H] float32"""
@@ -69,20 +92,6 @@ class PromptPooler:
         elif mode == "mean":
             part = (part / (span.position + len(states))).float()
         return part
-
-
-def finish_vectors(
-    values: npt.NDArray[np.float32], params: Sequence[PoolingParams], function: Function
-) -> list[npt.NDArray[np.float32] | None]:
-    """Truncate each vector and apply the model's activation as its request asks; None for a vector with NaN or inf.
-
-    # [rows, features] -> rows x [features]
-    """
-    finished: list[npt.NDArray[np.float32] | None] = []
-    for row, wanted in zip(values, params, strict=True):
-        apply = _FUNCTIONS[function if wanted.activate else "none"]
-        finished.append(apply(row[: wanted.dimensions]) if np.isfinite(row).all() else None)
-    return finished
 
 
 def _normalize(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -9,24 +9,20 @@ from typing import cast
 import torch
 from torch import nn
 
-from engine.config.config import Config
-from engine.runner.device import Device
 from engine.runner.device_batch import DeviceInputs
 from engine.runner.draft_graphs import DraftGraphRunner
 from engine.runner.draft_passes import DraftPasses
 from engine.runner.graphs import GraphMemory, GraphRunner, GraphShape, Observing, not_observed
 from engine.runner.input_batch import StepInputs, UniformRows
 from engine.runner.kv_cache import LayerCaches
+from engine.runner.loaded_model import LoadedModel
 from engine.runner.pieces import PieceRunner
 from engine.speculative.drafts import max_verified_rows
-from models.attention.backend import AttentionBackend
-from models.layers.base import CausalLM
 from models.layers.block_sparse import BlockSparseAttention
 from models.layers.compressed import CompressedAttention
 from models.layers.rotary import RotaryByLength
 from models.lora.adapters import capture_obstacle
 from models.ops import triton
-from models.parallel.tensor_parallel import TensorParallel
 
 _log = logging.getLogger(__name__)
 
@@ -131,11 +127,12 @@ class DecodeGraphs:
         return [*self._runners.values(), *([] if self._pieces is None else [self._pieces]), *self._drafting]
 
 
-def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, model: CausalLM) -> str | None:
+def why_no_graphs(loaded: LoadedModel) -> str | None:
     """The reason why decodes run eagerly, or "" where it needs no explanation; None where they are captured."""
-    if not device.has_graphs or config.compilation_config.enforce_eager:
+    config, parallel = loaded.config, loaded.parallel
+    if not loaded.seam.has_graphs or config.compilation_config.enforce_eager:
         return ""
-    modules = list(cast(nn.Module, model).modules())
+    modules = list(cast(nn.Module, loaded.model).modules())
     if any(isinstance(module, RotaryByLength) for module in modules):
         return (
             "transformers computes rotary positions by lengths that it reads on the host; set max_model_len to "
@@ -150,33 +147,28 @@ def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, mode
         return "a graph captures no exchange between replicas on a CPU"
     if not parallel.is_captured:
         return "a graph captures no exchange between ranks on a CPU"
-    return capture_obstacle(model) if config.lora else None
+    return capture_obstacle(loaded.model) if config.lora else None
 
 
 def make_graphs(
-    config: Config,
-    device: Device,
-    parallel: TensorParallel,
-    model: CausalLM,
-    backend: AttentionBackend,
+    loaded: LoadedModel,
     caches: LayerCaches,
     *,
-    max_model_len: int,
     padding_block: int,
     padding_slot: int,
     observing: Observing = not_observed,
-    stream_layers: tuple[int, ...] = (),
     passes: DraftPasses | None = None,
 ) -> DecodeGraphs:
     """Graphs of a model whose caches have a padding block and a padding slot.
 
-    `observing`: a context for passes of plain decodes, in which the sentinel copies what they compute.
-    `stream_layers`: layers whose residual streams a drafter reads. `passes`: the drafter's passes, which replay the
-    drafter's graphs.
+    `observing`: a context for passes of plain decodes, in which the sentinel copies what they compute. `passes`: the
+    drafter's passes, which replay the drafter's graphs.
     """
+    config, parallel, device = loaded.config, loaded.parallel, loaded.seam
+    backend, model, stream_layers = loaded.backend, loaded.model, loaded.stream_layers
     shape = GraphShape(
         block_size=config.kv_cache_block_size,
-        max_blocks=-(-max_model_len // config.kv_cache_block_size),
+        max_blocks=-(-loaded.max_model_len // config.kv_cache_block_size),
         padding_block=padding_block,
         padding_slot=padding_slot,
         has_adapters=bool(config.lora),

@@ -1,5 +1,6 @@
 """Decodes of every architecture, replayed as on a GPU: operators and launches, with the values of the capture."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_every_architecture_is_among_them() -> None:
 def test_torchs_attention_to_selected_keys_is_not_captured(tmp_path: Path) -> None:
     runner = runner_of(checkpoint_of(compressed.VARIANTS[0], tmp_path), {"cudagraph_capture_sizes": (SIZE,)})
     triton.leave_to_torch(frozenset({"attention"}))
-    reason = why_no_graphs(runner.config, RecordingDevice(), runner.parallel, runner.model)
+    reason = why_no_graphs(dataclasses.replace(runner.loaded, seam=RecordingDevice()))
     assert reason is not None
     assert "lengths that it reads on the host" in reason
 
@@ -127,7 +128,7 @@ def test_the_general_route_has_graphs_where_its_ropes_read_no_lengths(
     path = make_checkpoint(tmp_path, rope_parameters=LONG_ROPES[kind], max_position_embeddings=128)
     how, length = {"cudagraph_capture_sizes": (SIZE,)}, 256 if is_followed else 128
     runner = runner_for(path, compilation_config=how, max_model_len=length, model_impl="transformers")
-    reason = why_no_graphs(runner.config, RecordingDevice(), runner.parallel, runner.model)
+    reason = why_no_graphs(dataclasses.replace(runner.loaded, seam=RecordingDevice()))
     assert (reason is not None) == is_followed
     if reason is not None:
         assert "set max_model_len to the original context" in reason
