@@ -9,6 +9,8 @@ Each key dimension may have its own decay (Kimi Linear, 2025). Both functions co
 
 import torch
 
+from models.ops.torch_ops import decays_between
+
 _CHUNK = 64
 _CHUNK_BY_KEY = 16
 """Chunk length if each dimension of a key has its own decay, which needs a factor for each pair of its tokens."""
@@ -56,16 +58,14 @@ def _chunk(
     w_t = beta_t (v_t - k_t S_t), where S_t is the initial state decayed to t, and L_tj = beta_t (k_t . k_j) times the
     decay from j to t, for j < t.
     """
-    since_start = decay.cumsum(-1)  # [H, T], log of the decay from before the chunk to each token, inclusive
-    between = (since_start[:, :, None] - since_start[:, None, :]).tril().exp().tril()  # [H, T, T]
-    shrunk = since_start.exp()[..., None]
-    wanted = beta[..., None] * (v - shrunk * (k @ state))
+    since_start = decay.cumsum(-1).exp()[..., None]  # [H, T, 1], from before the chunk to each token, inclusive
+    between = decays_between(decay)  # [H, T, T]
+    wanted = beta[..., None] * (v - since_start * (k @ state))
     overlap = (beta[..., None] * (k @ k.transpose(1, 2)) * between).tril(-1)
     corrections = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
-    read: torch.Tensor = shrunk * (q @ state) + ((q @ k.transpose(1, 2)) * between) @ corrections
-    to_end = (since_start[:, -1:] - since_start).exp()[..., None]
-    state *= since_start[:, -1].exp()[:, None, None]
-    state += (k * to_end).transpose(1, 2) @ corrections
+    read: torch.Tensor = since_start * (q @ state) + ((q @ k.transpose(1, 2)) * between) @ corrections
+    state *= since_start[:, -1:]
+    state += (k * between[:, -1, :, None]).transpose(1, 2) @ corrections
     return read
 
 
@@ -73,16 +73,12 @@ def _chunk_by_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
     """`_chunk` with a decay per key dimension. # decay [H, T, K]"""
-    since_start = decay.cumsum(1)
-    apart = since_start[:, :, None] - since_start[:, None]  # [H, T, T, K]
-    later = torch.ones(apart.shape[1:3], dtype=torch.bool, device=q.device).triu(1)
-    between = apart.masked_fill(later[..., None], -torch.inf).exp()
-    faded = since_start.exp()
-    wanted = beta[..., None] * (v - (k * faded) @ state)
+    since_start = decay.cumsum(1).exp()
+    between = decays_between(decay)  # [H, T, T, K]
+    wanted = beta[..., None] * (v - (k * since_start) @ state)
     overlap = (beta[..., None] * torch.einsum("htk,hjk,htjk->htj", k, k, between)).tril(-1)
     corrections = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
-    read: torch.Tensor = (q * faded) @ state + torch.einsum("htk,hjk,htjk->htj", q, k, between) @ corrections
-    to_end = (since_start[:, -1:] - since_start).exp()
-    state *= faded[:, -1, :, None]
-    state += (k * to_end).transpose(1, 2) @ corrections
+    read: torch.Tensor = (q * since_start) @ state + torch.einsum("htk,hjk,htjk->htj", q, k, between) @ corrections
+    state *= since_start[:, -1, :, None]
+    state += (k * between[:, -1]).transpose(1, 2) @ corrections
     return read

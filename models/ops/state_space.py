@@ -9,6 +9,8 @@ Groups of consecutive heads share B and C. Both functions compute in float32 and
 
 import torch
 
+from models.ops.torch_ops import decays_between
+
 _CHUNK = 64
 
 
@@ -58,13 +60,13 @@ def _chunk(
     """Process the tokens of a chunk at once: contributions of earlier tokens of the chunk, and of the initial
     state."""
     group = x.shape[1] // b.shape[1]
-    since_start = (dt * a).T.cumsum(-1)  # [H, T], log of the decay from before the chunk to each token
-    between = (since_start[:, :, None] - since_start[:, None, :]).tril().exp().tril()  # [H, T, T]
+    decay = (dt * a).T  # [H, T], logarithms
+    since_start = decay.cumsum(-1).exp()[..., None]  # [H, T, 1], from before the chunk to each token
+    between = decays_between(decay)  # [H, T, T]
     overlap = (c.transpose(0, 1) @ b.permute(1, 2, 0)).repeat_interleave(group, 0)  # [H, T, T]
     added = (dt[..., None] * x).transpose(0, 1)  # [H, T, P]
     by_head_b, by_head_c = (part.transpose(0, 1).repeat_interleave(group, 0) for part in (b, c))  # [H, T, N]
-    read: torch.Tensor = (overlap * between) @ added + since_start.exp()[..., None] * (by_head_c @ state)
-    to_end = (since_start[:, -1:] - since_start).exp()[..., None]
-    state *= since_start[:, -1].exp()[:, None, None]
-    state += (by_head_b * to_end).transpose(1, 2) @ added
+    read: torch.Tensor = (overlap * between) @ added + since_start * (by_head_c @ state)
+    state *= since_start[:, -1:]
+    state += (by_head_b * between[:, -1, :, None]).transpose(1, 2) @ added
     return read.transpose(0, 1)

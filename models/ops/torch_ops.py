@@ -1,4 +1,4 @@
-"""Norms (Zhang and Sennrich, 2019) and rotary position embedding (Su et al., 2021) in plain torch."""
+"""Norms (Zhang and Sennrich, 2019), rotary positions (Su et al., 2021) and decays of chunks in plain torch."""
 
 import torch
 import torch.nn.functional as F
@@ -73,3 +73,17 @@ def deinterleave(x: torch.Tensor) -> torch.Tensor:
     Both queries and keys must be reordered, which leaves their dot products unchanged.
     """
     return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+
+
+def decays_between(decay: torch.Tensor) -> torch.Tensor:
+    """Return the decay from each token of a chunk to each later one. `decay`: the logarithms of the tokens' decays.
+
+    It adds only the logarithms between two tokens. The difference of two sums from the chunk's first token would have
+    the rounding errors of these longer sums.
+
+    # [heads, tokens, ...] -> [heads, to tokens, from tokens, ...]: 1 from a token to itself, 0 to earlier ones
+    """
+    tokens = torch.arange(decay.shape[1], device=decay.device)
+    apart = (tokens[:, None] - tokens).view(len(tokens), len(tokens), *(1 for _ in decay.shape[2:]))
+    sums = decay[:, :, None].where(apart > 0, 0).cumsum(1)
+    return sums.exp().where(apart >= 0, 0)

@@ -11,6 +11,7 @@ from models.attention.context import Context, forward_context, get_forward_conte
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.parameter import weight_loader_of
 from models.ops.gated_delta_rule import delta_rule_span, delta_rule_step
+from models.ops.state_space import state_space_span
 from models.ops.types import StateCache
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.paged_model import CPU
@@ -43,6 +44,30 @@ def test_tokens_one_by_one_and_in_chunks_leave_the_state_that_transformers_leave
     one_by_one = state.clone()[None]
     steps = [delta_rule_step(*(x[None, :, t] for x in (q, k, v, decay, beta)), one_by_one)[0] for t in range(length)]
     assert_within(torch.cat((torch.stack(steps, 1), one_by_one[0]), 1), expected, bound)
+
+
+@pytest.mark.parametrize("kind", ["delta rule", "delta rule by key", "state space"])
+def test_strong_decays_lose_no_digits_in_chunks(kind: str) -> None:
+    """A chunk of such tokens decays by exp(-1600): its tokens' sums of logarithms may not be subtracted."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (nn.functional.normalize(torch.randn(3, 64, 16, generator=generator), dim=-1) for _ in range(2))
+    v, beta = torch.randn(3, 64, 24, generator=generator), torch.rand(3, 64, generator=generator)
+    decay = -25 * (1 + 0.1 * torch.rand(3, 64, 16, generator=generator))
+    decay[:, ::2] *= 1e-3
+    if kind != "delta rule by key":
+        decay = decay[..., 0]
+
+    def read(dtype: torch.dtype) -> torch.Tensor:
+        qs, ks, vs, decays, betas = (each.to(dtype) for each in (q, k, v, decay, beta))
+        state = torch.zeros(3, 16, 24, dtype=dtype)
+        if kind != "state space":
+            return delta_rule_span(qs, ks, vs, decays, betas, state)
+        ones = torch.ones(3, dtype=dtype)
+        by_token = (each.transpose(0, 1) for each in (vs, ks, qs, -decays))
+        return state_space_span(*by_token, -ones, ones, state).transpose(0, 1)
+
+    exact = read(torch.float64)
+    assert (read(torch.float32) - exact).abs().max() < 1e-6 * exact.abs().max()
 
 
 def layer(parallel: TensorParallel) -> GatedDeltaNet:

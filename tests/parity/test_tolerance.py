@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import Reference, distribution, prompt
-from tests.parity.tolerance import assert_within, with_bound
+from tests.parity.tolerance import assert_as_exact, assert_within, in_float64, with_bound
 from tests.parity.variants import Variant, gemma3, llama
 
 
@@ -40,6 +40,24 @@ def test_a_model_with_one_weight_wrong_by_a_hundredth_is_outside_the_bound(tmp_p
             with pytest.raises(AssertionError, match="outside their bounds"):
                 assert_within(reference.logits(tokens).log_softmax(-1), expected, bound)
             weight.copy_(right)
+
+
+def test_larger_errors_than_those_of_float32_are_found_by_the_exact_result(tmp_path: Path) -> None:
+    variant, tokens = llama.VARIANTS[0], prompt(33)
+    reference = Reference(make_checkpoint(tmp_path, variant.family, **variant.overrides))
+
+    def compute() -> torch.Tensor:
+        return reference.logits(tokens).log_softmax(-1)
+
+    before = compute()
+    exact = in_float64(reference.model, compute)
+    assert torch.equal(compute(), before), "the weights are not what they were"
+    error = float((before - exact).abs().max())
+    assert 0 < error < 1e-4, "float32 would not differ from float64"
+    assert_as_exact(before.clone(), before, exact)
+    for wrong in (before + 5 * error, before + 2e-4):
+        with pytest.raises(AssertionError, match="where the reference"):
+            assert_as_exact(wrong, before, exact)
 
 
 def test_a_bound_that_excludes_nothing_is_refused() -> None:

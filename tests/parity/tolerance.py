@@ -7,10 +7,12 @@ length of the sums. Rounding errors have signs as good as random, so that usuall
 instead (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 UNIT_ROUNDOFF = 2.0**-24
 """Of float32: the largest relative error of one operation."""
@@ -58,6 +60,69 @@ def with_bound(
     if not (share := float(bound.median() / expected.abs().median())) <= _LARGEST:
         raise ValueError(f"half of the rows move by {share:.1e} of their results; {_LARGEST:.1e} is the limit")
     return expected, bound
+
+
+class _InFloat64(TorchFunctionMode):
+    """Computes in float64 what a model's code asks to compute in float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        wide = [torch.float64 if each is torch.float32 else each for each in args]
+        named = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
+        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+            return _grouped_products(*wide, **named)
+        return func(*wide, **named)
+
+
+def _grouped_products(
+    rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, **_unset: None
+) -> torch.Tensor:
+    """`grouped_mm`, which torch has for up to 32 bits. # [rows, inputs], [groups, inputs, outputs], [groups] ends"""
+    parts = [int(end) for end in offs]
+    sizes = [end - first for first, end in zip([0, *parts[:-1]], parts, strict=True)]
+    found = rows.new_zeros(len(rows), weights.shape[-1])
+    found[: parts[-1]] = torch.cat([a @ b for a, b in zip(rows[: parts[-1]].split(sizes), weights, strict=True)])
+    return found
+
+
+@torch.inference_mode()
+def in_float64(module: nn.Module, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What `compute` returns if `module` computes in float64, from the float32 weights and buffers that it has."""
+    default = torch.get_default_dtype()
+    module.double()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _InFloat64():
+            exact = compute()
+    finally:
+        torch.set_default_dtype(default)
+        module.float()
+    assert exact.dtype is torch.float64
+    return exact
+
+
+FLOAT32_ERROR = 1e-4
+"""Largest error of a float32 model's log probabilities, on well-conditioned examples."""
+
+
+def assert_as_exact(found: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> None:
+    """Assert that log probabilities of a float32 model err no more than another float32 model's, `reference`.
+
+    Errors of a token are sums of many roundings that the example amplifies, in both models by the same factors but
+    with other signs. So the medians over tokens are alike; the largest are those of one token each, and vary more.
+    Where the example amplifies little, errors are below `FLOAT32_ERROR`. # 3 x [tokens, vocab]
+    """
+    ours, theirs = ((each.double() - exact).abs().amax(-1) for each in (found, reference))
+    limit = max(FLOAT32_ERROR, 4 * float(theirs.max()))
+    assert ours.max() <= limit, (
+        f"an error of {float(ours.max()):.2e}, where the reference errs by {float(theirs.max()):.2e}"
+    )
+    assert ours.median() <= 2 * theirs.median(), (
+        f"a median error of {float(ours.median()):.2e}, where the reference's is {float(theirs.median()):.2e}"
+    )
 
 
 def assert_within(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> None:
