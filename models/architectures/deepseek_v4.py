@@ -63,6 +63,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 _NAMES = {
     ".scale": ".weight_scale_inv",
+    ".weight_scale_invs": ".scales",  # That of AWQ and GPTQ is no scale of DeepSeek's.
     "model.model.": "model.",
     "model.lm_head": "lm_head",
     "model.head": "lm_head",

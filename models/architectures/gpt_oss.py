@@ -11,8 +11,8 @@ from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaAttention, LlamaForCausalLM
 from models.architectures.registry import ConfigFacts, architecture
 from models.layers.linear import logits
-from models.layers.moe import FusedMoE
-from models.layers.parameter import WeightPart, empty_parameter, fill_rows, load_whole, require_shape
+from models.layers.moe import GATE, UP, FusedMoE, is_stacked
+from models.layers.parameter import SourceNames, WeightPart, empty_parameter, fill_rows, load_whole, require_shape
 from models.layers.routing import experts_per_token
 from models.ops import triton
 from models.ops.activation import clamped_swiglu
@@ -69,13 +69,36 @@ class GptOssRouter(nn.Module):
         yield RouteCase(len(self.weight), self.top_k, sigmoid=False, renormalize=True)
 
 
+_GATE_UP = "gate and up"
+
+
 class GptOssExperts(FusedMoE):
-    """Experts stored as stacks [experts, in_features, out_features], with gate and up interleaved."""
+    """Experts stored as stacks [experts, in_features, out_features], with gate and up interleaved.
+
+    Checkpoints that other tools have quantised have linear layers for each expert: `experts.3.gate_up_proj`, with gate
+    and up interleaved (Quark), or `experts.3.gate_proj` and `experts.3.up_proj` (llm-compressor).
+    """
 
     is_stacked_alike = False
 
-    def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart) -> None:
+    def _sources(self, parts: dict[str, str], stacked: str, kind: str) -> tuple[SourceNames, ...]:
+        apart, stack = super()._sources(parts, stacked, kind)
+        if len(parts) == 1:
+            return apart, stack
+        experts = range(self.num_experts)
+        interleaved = {f"experts.{expert}.gate_up_proj.{kind}": (expert, _GATE_UP) for expert in experts}
+        return apart, interleaved, stack
+
+    def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
         whole, local = self.intermediate_size, parameter.shape[1] // 2
+        if isinstance(shard, tuple) and shard[1] == _GATE_UP:
+            require_shape(loaded, (2 * whole, *parameter.shape[2:]))
+            for part, rows in ((GATE, loaded[0::2]), (UP, loaded[1::2])):
+                super()._load_gate_up(parameter, rows, (shard[0], part))
+            return
+        if not is_stacked(shard):
+            super()._load_gate_up(parameter, loaded, shard)
+            return
         require_shape(loaded, (self.num_experts, *parameter.shape[2:], 2 * whole))
         first = self.split.rank * local
         # These are views, so that only the parameter takes memory. A bias has no input dimension.
@@ -90,7 +113,7 @@ class GptOssExperts(FusedMoE):
         return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1)
 
     def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
-        if parameter is not self.w2_bias:
+        if parameter is not self.w2_bias and is_stacked(shard):
             require_shape(loaded, (self.num_experts, self.intermediate_size, parameter.shape[1]))
             loaded = loaded.transpose(1, 2)
         super()._load_down(parameter, loaded, shard)

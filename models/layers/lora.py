@@ -38,10 +38,10 @@ class OutputPart(NamedTuple):
         if self.pairs is None:
             return rows
         head_dim, rotary_dim = self.pairs
-        heads = rows.view(-1, head_dim, *rows.shape[1:])
-        rotated = heads[:, :rotary_dim].reshape(len(heads), rotary_dim // 2, 2, *rows.shape[1:])
-        rotated = rotated.transpose(1, 2).flatten(1, 2)
-        return torch.cat((rotated, heads[:, rotary_dim:]), dim=1).flatten(0, 1)
+        heads = torch.arange(len(rows), device=rows.device).view(-1, head_dim)
+        rotated = heads[:, :rotary_dim].view(len(heads), rotary_dim // 2, 2).transpose(1, 2).flatten(1)
+        # An index, by which quantised rows are reordered without being dequantised.
+        return rows[torch.cat((rotated, heads[:, rotary_dim:]), dim=1).flatten()]
 
     @property
     def rows(self) -> slice:

@@ -104,12 +104,18 @@ def leave_sum_open(layer: nn.Module) -> None:
     last.reduces = False
 
 
-_STACKED = "stacked"
-_GATE, _UP, _DOWN = "gate", "up", "down"
+_STACKED, _STACKED_OTHERWISE = "stacked", "stacked, in another layout"
+GATE, UP, DOWN = "gate", "up", "down"
+"""Projections of one expert, in a weight part."""
 
 
 def is_stacked(part: WeightPart) -> bool:
     """Whether a tensor of the checkpoint holds all experts of a layer."""
+    return part in (_STACKED, _STACKED_OTHERWISE)
+
+
+def is_stacked_alike(part: WeightPart) -> bool:
+    """Whether a tensor holds all experts of a layer, each in the layout of checkpoints that are not stacked."""
     return part == _STACKED
 
 
@@ -250,7 +256,7 @@ class FusedMoE(nn.Module):
             hidden_size,
             local,
             weight_loader=self._load_down,
-            sources=self._sources({names.down: _DOWN}, names.stacked_down, "weight"),
+            sources=self._sources({names.down: DOWN}, names.stacked_down, "weight"),
             is_product=True,
         )
         self.w13_bias: nn.Parameter | None = None
@@ -266,7 +272,7 @@ class FusedMoE(nn.Module):
                 here,
                 hidden_size,
                 weight_loader=self._load_down,
-                sources=self._sources({names.down: _DOWN}, f"{names.stacked_down}_bias", "bias"),
+                sources=self._sources({names.down: DOWN}, f"{names.stacked_down}_bias", "bias"),
             )
         self._routed: set[tuple[int, bool, bool]] = set()
         """Calls recorded with suspended kernels: experts per token, and whether there were shared experts and a
@@ -597,7 +603,7 @@ class FusedMoE(nn.Module):
     @property
     def _first_names(self) -> dict[str, str]:
         gate, up = self.names.gate, self.names.up
-        return {up: _UP} if gate is None else {gate: _GATE, up: _UP}
+        return {up: UP} if gate is None else {gate: GATE, up: UP}
 
     def _sources(self, parts: dict[str, str], stacked: str, kind: str) -> tuple[SourceNames, ...]:
         each = {
@@ -605,13 +611,13 @@ class FusedMoE(nn.Module):
             for expert in range(self.num_experts)
             for name, part in parts.items()
         }
-        return each, {stacked: _STACKED}
+        return each, {stacked: _STACKED if self.is_stacked_alike else _STACKED_OTHERWISE}
 
     def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
         """Load the rank's rows of gate, where there are gates, then of up."""
         whole, local = self.intermediate_size, parameter.shape[1] // self.first_parts
         first = self.split.rank * local
-        if shard == _STACKED:
+        if is_stacked(shard):
             require_shape(loaded, (self.num_experts, self.first_parts * whole, *parameter.shape[2:]))
             for index, number in enumerate(self.local_experts):
                 for row in range(self.first_parts):
@@ -622,14 +628,14 @@ class FusedMoE(nn.Module):
         number, part = shard
         require_shape(loaded, (whole, *parameter.shape[2:]))
         if number in self.local_experts:
-            row = local if part == _UP and self.first_parts > 1 else 0
+            row = local if part == UP and self.first_parts > 1 else 0
             fill_rows(parameter, row, loaded[first : first + local], number - self.local_experts.start)
 
     def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
         """Load the rank's columns, or the whole bias."""
         hidden_size = parameter.shape[1]
         columns = () if parameter is self.w2_bias else (self.intermediate_size,)
-        if shard == _STACKED:
+        if is_stacked(shard):
             require_shape(loaded, (self.num_experts, hidden_size, *columns))
             for index, number in enumerate(self.local_experts):
                 fill_rows(parameter, 0, self._columns(loaded[number], parameter), index)

@@ -107,8 +107,8 @@ class _Plan:
             model = make_model(config)
         if any(not each.is_stacked_alike for each in model.modules() if isinstance(each, FusedMoE)):
             raise CheckpointError(
-                f"{config.architecture} of {source} has its experts in a stack of another layout; its publisher's "
-                "MXFP4 checkpoint is served as it is stored"
+                f"{config.architecture} of {source} has its experts in stacks whose inputs come before their outputs, "
+                "which are not rounded; serve it with --quantization, or a checkpoint that its publisher has quantised"
             )
         self.rounding: Rounding = rounding
         self.names: CheckpointNames = checkpoint_names(config)
@@ -125,11 +125,11 @@ class _Plan:
             return [_Weight(name, None, slice(0, len(tensor)), name.removesuffix(".weight"))]
         each = expert_names(self._wanted, own)
         rows = tensor.shape[1] // len({part for _, part in each})
-        base = name.partition(".experts.")[0]
         parts = []
         for position, (alone, _) in enumerate(unstacked(name, tensor, each)):
             expert, part = divmod(position, tensor.shape[1] // rows)
-            module = f"{base}.experts.{alone.partition('.experts.')[2].removesuffix('.weight')}"
+            layer, _, of_expert = alone.partition(".experts.")
+            module = f"{name.removesuffix(own.removeprefix(layer))}.experts.{of_expert.removesuffix('.weight')}"
             parts.append(_Weight(name, expert, slice(part * rows, (part + 1) * rows), module))
         return parts
 
@@ -256,7 +256,9 @@ def _write_file(
 
 def _put(file: int, tensor: torch.Tensor, offset: int) -> None:
     """Write a tensor's bytes at an offset of the file."""
-    data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    # A dimension of one element may have any stride, with which torch does not view bytes.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    data = flat.view(torch.uint8).numpy().data
     while data:
         count = os.pwrite(file, data[:_CHUNK_BYTES], offset)
         data, offset = data[count:], offset + count

@@ -345,6 +345,13 @@ class Codes:
         has_part = self.kind != "fp8" and (self.lead + self.inputs) % self.width != 0
         return self.scales.shape[1] > 1 and (self.lead > 0 or has_part)
 
+    def rows(self, index: torch.Tensor) -> "Codes":
+        """Return the rows of these indices, in their order. # index [n] int64"""
+        dense = self.dense
+        codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype)
+        zeros = None if self.zeros is None else self.zeros[index]
+        return replace(self, codes=codes, scales=self.scales[index], zeros=zeros, dense=lambda: dense()[index])
+
     def part(self, dim: int, first: int, last: int, step: int = 1) -> "Codes | None":
         """Return some rows or columns; None for columns that are not adjacent or not in the order of inputs."""
         dense = self.dense

@@ -17,7 +17,8 @@ from models.quantization.config import Granularity, LayerQuantConfig, Quantizati
 from models.quantization.layouts import StorageLayout, layout_of
 from models.quantization.stored import QuantizedRows
 
-SCALE_SUFFIX = "_scale_inv"
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+"""Ends of the names of a stack's scales; the rest is the name of the stack itself."""
 
 ExpertNames = Mapping[tuple[int, str], str]
 """Maps (expert, part) to the weight's name in checkpoints without stacks, in the order of the stack."""
@@ -135,10 +136,17 @@ class Dequantizer:
 
     def _by_expert(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensor, or its parts if it is a stack of experts' 8-bit weights or of their scales."""
-        stack = name.removesuffix(SCALE_SUFFIX)
-        is_part = stack != name or tensor.dtype.itemsize == 1
-        names = self._expert_names(stack) if is_part else {}
-        return unstacked(name, tensor, names) if names else iter([(name, tensor)])
+        ending = next((each for each in _SCALE_SUFFIXES if name.endswith(each)), "")
+        is_part = ending or tensor.dtype.itemsize == 1
+        names = self._expert_names(name.removesuffix(ending)) if is_part else {}
+        if not names:
+            yield name, tensor
+            return
+        of_stack = self._layout(_split(name)[0])
+        for alone, part in unstacked(name, tensor, names):
+            # The configuration names the module that the checkpoint has, which is the stack.
+            self._layouts.setdefault(_split(alone)[0], of_stack)
+            yield f"{alone}{ending}", part
 
     def _feed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensor if it is dense, or the weight that it completes, or nothing."""
@@ -279,11 +287,10 @@ def unstacked(name: str, stack: torch.Tensor, names: ExpertNames) -> Iterator[tu
     transformers saves FP8 models with such stacks, some with separate weights (`experts.3.gate_proj.weight`) but
     stacked scales (`experts.gate_up_proj_scale_inv`).
 
-    # [experts, parts * n, m] -> experts * parts of [n, m]
+    # [experts, parts * n, m] -> experts * parts of [n, m], with the names of the weights
 
     Raises `CheckpointError` if the stack cannot be split evenly, because two parts share a row of scale blocks.
     """
-    ending = SCALE_SUFFIX if name.endswith(SCALE_SUFFIX) else ""
     num_parts = len({part for _, part in names})
     num_experts = len(names) // num_parts
     if stack.ndim != 3 or len(stack) != num_experts or stack.shape[1] % num_parts:
@@ -294,4 +301,4 @@ def unstacked(name: str, stack: torch.Tensor, names: ExpertNames) -> Iterator[tu
     rows = stack.shape[1] // num_parts
     for index, alone in enumerate(names.values()):
         expert, part = divmod(index, num_parts)
-        yield f"{alone}{ending}", stack[expert, part * rows : (part + 1) * rows]
+        yield alone, stack[expert, part * rows : (part + 1) * rows]

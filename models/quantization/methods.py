@@ -127,6 +127,7 @@ _STORAGES = {
     "naive-quantized": ("scaled", None),
     "pack-quantized": ("packed", "int"),
     "mxfp4-pack-quantized": ("mxfp4", "float"),
+    "mxfp8-quantized": ("scaled", "float"),
     "nvfp4-pack-quantized": ("nvfp4", "float"),
 }
 """The layout of each format, and the number type that it requires; None if both are allowed."""
@@ -331,11 +332,11 @@ def _gptq_layer(section: Fields, zero_offset: int) -> LayerQuantConfig:
 
 @METHODS.register("modelopt")
 def parse_modelopt(section: Fields, method: str) -> QuantizationConfig:
-    """NVIDIA ModelOpt's FP8, NVFP4, or a mix by module. The fields are in the section `quantization` of its own file,
-    and at the top level of `quantization_config` in config.json."""
+    """NVIDIA ModelOpt's FP8, MXFP8, NVFP4, or a mix by module. The fields are in the section `quantization` of its own
+    file, and at the top level of `quantization_config` in config.json."""
     inner = section.section("quantization") or section
     exclude = inner.strings("exclude_modules") + inner.strings("ignore")
-    if inner.string("quant_algo", "") != "MIXED_PRECISION":
+    if inner.string("quant_algo", "").upper() != "MIXED_PRECISION":
         return QuantizationConfig(method, _modelopt_layer(inner), exclude_layers=exclude)
     layers = inner.section("quantized_layers") or Fields({}, inner.where)
     named = tuple((name, _modelopt_layer(layers.section(name) or layers)) for name in layers.values)
@@ -344,12 +345,22 @@ def parse_modelopt(section: Fields, method: str) -> QuantizationConfig:
     return QuantizationConfig(method, None, named, exclude_layers=exclude)
 
 
+_MODELOPT_FP8 = {
+    "FP8": LayerQuantConfig("scaled", "fp8", Granularity.TENSOR, 8),
+    "FP8_PER_CHANNEL_PER_TOKEN": LayerQuantConfig("scaled", "fp8", Granularity.CHANNEL, 8),
+    "FP8_PB_WO": LayerQuantConfig("scaled", "fp8", Granularity.BLOCK, 8, block_shape=(128, 128)),
+    "MXFP8": LayerQuantConfig("scaled", "fp8", Granularity.BLOCK, 8, block_shape=(1, 32)),
+}
+_MODELOPT_NVFP4 = ("NVFP4", "W4A16_NVFP4")
+"""They differ in activations only."""
+
+
 def _modelopt_layer(section: Fields) -> LayerQuantConfig:
-    algorithm = section.string("quant_algo", "")
-    if algorithm == "FP8":
-        return LayerQuantConfig("scaled", "fp8", Granularity.TENSOR, 8)
-    if algorithm != "NVFP4":
-        raise section.invalid("quant_algo", '"FP8" or "NVFP4"')
+    algorithm = section.string("quant_algo", "").upper()
+    if algorithm in _MODELOPT_FP8:
+        return _MODELOPT_FP8[algorithm]
+    if algorithm not in _MODELOPT_NVFP4:
+        raise section.invalid("quant_algo", f"one of {', '.join((*_MODELOPT_FP8, *_MODELOPT_NVFP4))}")
     if section.integer("group_size", NVFP4_GROUP) != NVFP4_GROUP:
-        raise section.invalid("group_size", f"{NVFP4_GROUP} for NVFP4")
+        raise section.invalid("group_size", f"{NVFP4_GROUP} for {algorithm}")
     return LayerQuantConfig("nvfp4-modelopt", "nvfp4", Granularity.GROUP, 4, group_size=NVFP4_GROUP)

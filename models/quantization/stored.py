@@ -18,7 +18,8 @@ _ALL = slice(None)
 
 
 class QuantizedRows(torch.Tensor):
-    """A quantised weight as a tensor of the dense shape and dtype. Operators other than slicing dequantise it."""
+    """A quantised weight as a tensor of the dense shape and dtype. Operators other than slicing and reordering of rows
+    dequantise it."""
 
     codes: Codes
 
@@ -48,8 +49,11 @@ class QuantizedRows(torch.Tensor):
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     def _sliced(self, index: Any) -> "QuantizedRows | None":
-        """Return the rows and columns of an index of slices, or None if the codes cannot be sliced there."""
+        """Return the rows and columns of an index of slices, or the rows of a tensor of indices; None if the codes
+        cannot be sliced there."""
         codes: Codes | None = self.codes
+        if isinstance(index, torch.Tensor):
+            return QuantizedRows.of(self.codes.rows(index), self.dtype) if index.dim() == 1 else None
         for dim, some in enumerate(index if isinstance(index, tuple) else (index,)):
             if codes is None or not isinstance(some, slice):
                 return None

@@ -118,6 +118,41 @@ def stack_experts(path: Path, parts: tuple[str, ...], into: str, *, leaves: Mapp
     change(path, stack)
 
 
+def stacks_to_linear_layers(pair: Pair, quantize: Quantize, *, interleaved: bool, halves: bool) -> None:
+    """Replace stacks `[experts, inputs, outputs]` by quantised linear layers for each expert, and the dense twin's by
+    what these mean.
+
+    `halves`: whether the stack has gates, then ups; otherwise they alternate. `interleaved`: whether the layers are
+    `gate_up_proj`, in which they alternate, or `gate_proj` and `up_proj`.
+    """
+    tensors, dense = (load_file(path / "model.safetensors") for path in pair)
+    for name in [each for each in tensors if each.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        experts, _, kind = name.rpartition(".")
+        bias, meant = tensors.pop(f"{name}_bias", None), []
+        for index, weight in enumerate(tensors.pop(name).transpose(1, 2)):
+            width = len(weight) // 2
+            rows = {kind: slice(None)}
+            if kind == "gate_up_proj" and not interleaved:
+                gate, up = (slice(width), slice(width, None)) if halves else (slice(0, None, 2), slice(1, None, 2))
+                rows = {"gate_proj": gate, "up_proj": up}
+            whole = torch.empty_like(weight)
+            for leaf, some in rows.items():
+                parts, whole[some] = quantize(weight[some].contiguous())
+                tensors |= {f"{experts}.{index}.{leaf}.{part}": value for part, value in parts.items()}
+                if bias is not None:
+                    tensors[f"{experts}.{index}.{leaf}.bias"] = bias[index][some]
+            meant.append(whole)
+        dense[name] = torch.stack(meant).transpose(1, 2)
+    for path, found in ((pair.quantised, tensors), (pair.dense, dense)):
+        save_file({name: each.contiguous() for name, each in found.items()}, path / "model.safetensors")
+
+
+def reshaped(made: tuple[Tensors, torch.Tensor], part: str, shape: tuple[int, ...]) -> tuple[Tensors, torch.Tensor]:
+    """The tensors of a quantised module, one of which has another shape."""
+    tensors, meant = made
+    return {**tensors, part: tensors[part].reshape(shape)}, meant
+
+
 def change(path: Path, edit: Callable[[Tensors], object]) -> None:
     """Rewrite a checkpoint of one file."""
     tensors = load_file(path / "model.safetensors")
@@ -355,9 +390,9 @@ def quark_config(dtype: str, qscheme: str, **weight: Any) -> dict[str, Any]:
     }
 
 
-def mxfp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+def mxfp8(weight: torch.Tensor, name: str = "weight_scale_inv") -> tuple[Tensors, torch.Tensor]:
     """A power of two for 32 inputs, stored as its exponent."""
-    return _fp8_by_powers(weight, (1, 32), "weight_scale_inv", torch.uint8)
+    return _fp8_by_powers(weight, (1, 32), name, torch.uint8)
 
 
 def deepseek_v4_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models.architectures.config import ModelConfig
@@ -77,7 +77,29 @@ FORMATS: dict[str, tuple[q.Quantize, dict[str, Any]]] = {
     "quark mxfp4": (q.mxfp4, q.quark_config("fp4", "per_group", group_size=32, scale_format="e8m0")),
     "quark fp8 tensor": (q.fp8_tensor, q.quark_config("fp8_e4m3", "per_tensor")),
     "quark fp8 channel": (q.fp8_channel, q.quark_config("fp8_e4m3", "per_channel")),
+    "modelopt nvfp4, activations in 16 bits": (
+        lambda weight: q.nvfp4(weight, by_modelopt=True),
+        {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]},
+    ),
     "modelopt fp8": (q.fp8_tensor, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}),
+    "modelopt fp8 channel": (
+        lambda weight: q.reshaped(q.fp8_channel(weight), "weight_scale", (-1,)),
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]},
+    ),
+    "modelopt fp8 blocks": (
+        lambda weight: q.reshaped(
+            q.fp8_block(weight, "weight_scale"), "weight_scale", (-(-len(weight) // 128), 1, -1, 1)
+        ),
+        {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "ignore": ["lm_head"]},
+    ),
+    "modelopt mxfp8": (
+        lambda weight: q.mxfp8(weight, "weight_scale"),
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
+    ),
+    "compressed-tensors mxfp8": (
+        lambda weight: q.mxfp8(weight, "weight_scale"),
+        q.compressed_tensors("mxfp8-quantized", type="float", strategy="group", group_size=32),
+    ),
     "awq": (q.awq, q.AWQ_CONFIG),
     "gptq": (q.gptq(), q.gptq_config()),
     "gptq, zero points": (q.gptq(symmetric=False), q.gptq_config(sym=False)),
@@ -160,6 +182,45 @@ def test_gpt_oss_as_published_computes_what_its_dense_weights_compute(tmp_path: 
     pair = q.write_gpt_oss_pair(tmp_path, first_family("GptOssForCausalLM"), intermediate_size=96)
     if scattered:
         q.scatter(pair.quantised)
+    assert_same_model(pair)
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors fp8 channel", "quark mxfp4", "compressed-tensors nvfp4"])
+@pytest.mark.parametrize(
+    ("architecture", "interleaved"),
+    [("GptOssForCausalLM", False), ("GptOssForCausalLM", True), ("Llama4ForCausalLM", False)],
+)
+def test_stacks_may_be_linear_layers_for_each_expert(
+    tmp_path: Path, architecture: str, name: str, interleaved: bool
+) -> None:
+    """As llm-compressor takes these stacks apart, and as Quark does, which leaves gpt-oss' gate and up in one."""
+    quantize, config = FORMATS[name]
+    sizes = {"intermediate_size": 96} if architecture == "GptOssForCausalLM" else {"intermediate_size": 64}
+    pair = q.write_pair(tmp_path, quantize, config, module=lambda _: False, family=first_family(architecture), **sizes)
+    q.stacks_to_linear_layers(pair, quantize, interleaved=interleaved, halves=architecture == "Llama4ForCausalLM")
+    assert_same_model(pair)
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors fp8 channel", "compressed-tensors fp8 blocks"])
+def test_granites_stacks_of_linear_layers_may_be_fp8(tmp_path: Path, name: str) -> None:
+    """As IBM and Red Hat publish them: `input_linear.weight_scale` for all experts."""
+    quantize, config = FORMATS[name]
+    pair = q.write_pair(
+        tmp_path,
+        quantize,
+        config,
+        module=lambda _: False,
+        family=first_family("GraniteMoeHybridForCausalLM"),
+        intermediate_size=128,
+    )
+    tensors, dense = (load_file(path / "model.safetensors") for path in pair)
+    stacks = [name for name in tensors if "block_sparse_moe" in name and "put_linear" in name]
+    for module in [name.removesuffix(".weight") for name in stacks]:
+        made = [quantize(expert) for expert in tensors.pop(f"{module}.weight")]
+        tensors |= {f"{module}.{leaf}": torch.stack([parts[leaf] for parts, _ in made]) for leaf in made[0][0]}
+        dense[f"{module}.weight"] = torch.stack([meant for _, meant in made])
+    save_file(tensors, pair.quantised / "model.safetensors")
+    save_file(dense, pair.dense / "model.safetensors")
     assert_same_model(pair)
 
 

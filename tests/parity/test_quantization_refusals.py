@@ -140,7 +140,7 @@ def test_a_scale_of_a_cache_that_no_layer_has_is_left_over(tmp_path: Path) -> No
         (q.compressed_tensors("int-quantized") | {"transform_config": {"config_groups": {}}}, "transform_config"),
         (q.quark_config("int4", "per_group", group_size=32), 'is "int4"; it must be "fp4" or "fp8_e4m3"'),
         (q.quark_config("fp4", "per_group", group_size=16), "is 16; it must be 32"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, 'is "NVFP4_AWQ"; it must be "FP8" or "NVFP4"'),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, 'is "NVFP4_AWQ"; it must be one of FP8, FP8_PER'),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "is 32; it must be 16 for NVFP4"),
         (
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},

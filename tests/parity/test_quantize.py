@@ -54,13 +54,16 @@ def contents(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rounding", ROUNDED)
-@pytest.mark.parametrize("form", ["dense", "experts", "stacked"])
+@pytest.mark.parametrize("form", ["dense", "experts", "stacked", "stacked as linear layers", "pairs rotated"])
 def test_a_written_checkpoint_serves_what_rounding_at_load_does(form: str, rounding: Rounding, tmp_path: Path) -> None:
-    """Also in several files, with inputs that no group divides, and with the experts of a layer as one stack."""
+    """Also in several files, with inputs that no group divides, with the experts of a layer as one stack, and with
+    rows that the model reorders."""
+    families = {"dense": None, "stacked as linear layers": "GraniteMoeForCausalLM", "pairs rotated": "GlmForCausalLM"}
+    architecture = families.get(form, "Qwen3MoeForCausalLM")
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 224, "num_attention_heads": 8}
-    if form != "dense":
+    if architecture == "Qwen3MoeForCausalLM":
         sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
-    family = None if form == "dense" else first_family("Qwen3MoeForCausalLM")
+    family = first_family(architecture) if architecture else None
     source = make_checkpoint(tmp_path / "dense", family or "llama", dtype=torch.bfloat16, **sizes)
     if form == "stacked":
         q.stack_experts(source, ("gate_proj", "up_proj"), "gate_up_proj", leaves={"weight": ""})
@@ -111,17 +114,17 @@ def test_the_written_tensors_mean_the_rounded_weight(rounding: Rounding, tmp_pat
     assert quantization.for_layer("lm_head") is None
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_codes_fill_any_rows_of_a_weight(bits: Any) -> None:
+@pytest.mark.parametrize(("size", "bits"), [((100, 256), 8), ((100, 256), 4), ((20, 128), 8), ((20, 64), 4)])
+def test_codes_fill_any_rows_of_a_weight(size: tuple[int, int], bits: Any) -> None:
     """Rows that begin and end within a panel do not change other rows."""
-    whole = QuantizedWeight(100, 256, bits)
-    whole.put(0, torch.randn(100, 256).bfloat16())
+    whole = QuantizedWeight(*size, bits)
+    whole.put(0, torch.randn(size).bfloat16())
     values, scales = whole.codes()
     zeros = None if bits == 8 else torch.full_like(scales, 8, dtype=torch.uint8)
     codes = values if bits == 8 else (values + 8).view(torch.uint8)
     rows = Codes(f"int{bits}", codes, scales, zeros, group_of(bits), lambda: values.float())
-    again = QuantizedWeight(100, 256, bits)
-    for first, last in ((50, 100), (0, 33), (33, 50)):
+    again = QuantizedWeight(*size, bits)
+    for first, last in ((size[0] // 2, size[0]), (0, size[0] // 3), (size[0] // 3, size[0] // 2)):
         part = rows.part(0, first, last)
         assert part is not None
         assert again.accepts(part)
@@ -154,7 +157,7 @@ def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is quantised already, by awq; serve it as it is"):
         write_quantized(quantised, tmp_path / "out", "int8")
     stacks = make_checkpoint(tmp_path / "gpt-oss", first_family("GptOssForCausalLM"))
-    with pytest.raises(CheckpointError, match="stack of another layout"):
+    with pytest.raises(CheckpointError, match="whose inputs come before their outputs"):
         write_quantized(stacks, tmp_path / "out", "mxfp4")
     edit_json(dense / "config.json", quantization_config=q.AWQ_CONFIG, kaon_rounding="int2")
     with pytest.raises(CheckpointError, match=r"kaon_rounding .* must be one of int8, int4, mxfp4"):

@@ -154,8 +154,12 @@ class QuantizedWeight(PackedWeight):
         panels, blocks, _ = memory.shape
         groups = BLOCK // group_of(self.bits)
         num_bytes = groups * PANEL * torch.bfloat16.itemsize
-        scales = memory[..., :num_bytes].contiguous().view(torch.bfloat16).view(panels, blocks, groups, PANEL)
-        values = memory[..., num_bytes:].contiguous()
+        # Copies: a weight of one panel and one block is contiguous as it is, and `_write` may not read its own output.
+        of_scales, values = (
+            part.clone(memory_format=torch.contiguous_format)
+            for part in (memory[..., :num_bytes], memory[..., num_bytes:])
+        )
+        scales = of_scales.view(torch.bfloat16).view(panels, blocks, groups, PANEL)
         if self.bits == 4:
             # The low half of a byte holds an input of one group of four, the high half one of the next group.
             pairs = values.view(panels, blocks, BLOCK // STEP, 2, STEP // 8, _TILE, 4)
