@@ -4,9 +4,9 @@
 #
 # docs/gpu.md has the line that runs it with its devices and groups. Without an API key (-e KAON_API_KEY, or
 # --api-key-file on a mounted file) the server refuses to listen beyond the container.
-# A tag can be moved: for an image that can be built again, name the base by its digest (docs/dependencies.md).
-ARG ROCM_BASE=rocm/pytorch:rocm7.2.4_ubuntu24.04_py3.12_pytorch_release_2.10.0
-ARG PYTHON_BASE=python:3.12-slim
+# Bases are named by digest, because a tag can be moved; `make pins` updates them (docs/dependencies.md).
+ARG ROCM_BASE=rocm/pytorch:rocm7.2.4_ubuntu24.04_py3.12_pytorch_release_2.10.0@sha256:4449f856653602317e4101a76fce599c7fcd58ccec2e539951fce5f73083179e
+ARG PYTHON_BASE=python:3.12.14-slim-trixie@sha256:f77ac9e44ae96ef2c90b8053ea08c31f8be030f824196b0ae4db6d462c84e51f
 
 # Where `--build-context model=DIR` names a checkpoint, it takes the place of this stage.
 FROM scratch AS model

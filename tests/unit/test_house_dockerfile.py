@@ -59,7 +59,7 @@ def test_what_is_downloaded_and_compiled_is_kept_on_the_volume(target: str) -> N
 
 def test_the_image_for_amd_s_gpus_begins_with_a_certain_one_and_keeps_its_torch() -> None:
     (base,) = (line.partition("=")[2] for line in LINES if line.startswith("ARG ROCM_BASE="))
-    _, _, tag = base.partition(":")
+    _, _, tag = base.partition("@")[0].partition(":")
     version = re.search(r"py3\.(\d+)_pytorch_release_(\d+)\.(\d+)", tag)
     assert version is not None
     assert int(version[1]) >= 11
