@@ -54,6 +54,7 @@ def create_app(
                 batches.start()
 
         starting = asyncio.create_task(start())
+        app.state.description.begin()
         watching = asyncio.create_task(keys.watch())
         yield
         starting.cancel()

@@ -41,6 +41,13 @@ class LoadingCore:
     failure = None
     serving: tuple[int, ...] = ()
     local_pids = (None,)
+    is_asleep = False
+
+    def attach(self, *receivers: object) -> None:
+        pass
+
+    async def wait_ready_async(self) -> None:
+        await asyncio.Event().wait()
 
 
 def application(**settings: Any) -> FastAPI:
@@ -549,6 +556,13 @@ async def test_a_wrong_method_gets_every_right_one(method: str, path: str, allow
 @pytest.mark.parametrize("path", ["/v1/models", "/llm/v1/models"])
 async def test_behind_a_prefix_requests_come_with_it_or_without(path: str) -> None:
     assert (await client(root_path="/llm").get(path)).status_code == 200
+
+
+async def test_the_description_is_created_while_the_model_loads() -> None:
+    app = application()  # Its core never becomes ready.
+    async with app.router.lifespan_context(app), asyncio.timeout(60):
+        while app.openapi_schema is None:
+            await asyncio.sleep(0.01)
 
 
 async def test_behind_a_prefix_links_and_description_have_it_and_keys_do_not_mind() -> None:
