@@ -12,6 +12,7 @@ are recorded for every request anyway, so tracing costs nothing per token; a thr
 extra `kaon[otel]`, which is imported only if a variable asks for it. See docs/deploy/tracing.md.
 """
 
+import copy
 import functools
 import gzip
 import logging
@@ -205,7 +206,17 @@ class Tracing:
 class RequestTrace:
     """The trace of one HTTP request, from its head to the end of its answer."""
 
-    __slots__ = ("_arrival_time", "_common", "_parent", "_sampled", "_scope", "_tracing", "context", "spans")
+    __slots__ = (
+        "_arrival_time",
+        "_common",
+        "_has_ended",
+        "_parent",
+        "_sampled",
+        "_scope",
+        "_tracing",
+        "context",
+        "spans",
+    )
 
     def __init__(
         self,
@@ -221,6 +232,7 @@ class RequestTrace:
         self._arrival_time = arrival_time
         self._parent = parent
         self._sampled = context is not None and bool(context.trace_flags & _SAMPLED)
+        self._has_ended = False
         self.context = context
         self._common = b""
         """The encoded fields that all spans have."""
@@ -249,7 +261,7 @@ class RequestTrace:
         self, states: "Sequence[RequestState]", params: "SamplingParams", model: str | None, submitted: float
     ) -> None:
         """Record that the request's sequences have ended. `submitted` is when they were sent to the engine, or
-        refused."""
+        refused. Those of background responses and of resumable streams may end after the trace."""
         tracing, route = self._tracing, getattr(self._scope.get("route"), "path", "")
         operation = _OPERATIONS.get(route)
         name = model or "unknown"
@@ -259,13 +271,18 @@ class RequestTrace:
         tracing.record(states, common, self.context or self._parent)
         if self.context is None or not self._sampled:
             return
+        trace = self
+        if self._has_ended:
+            # The request's own span may have been exported already, so these are exported by themselves.
+            trace = copy.copy(self)
+            trace.spans = []
         id = _new_id()
         several = len(states) > 1
         for index, state in enumerate(states[:_MAX_CHOICES]):
             choice = {"kaon.choice": index} if several else {}
             for phase, start, end in _phases_of(state, submitted):
                 events = [each for each in state.interruptions if start <= each[1] <= end]
-                self._add(_Span(phase, _new_id(), id, start, end, choice, events))
+                trace._add(_Span(phase, _new_id(), id, start, end, choice, events))
         first = states[0]
         attributes = {
             **common,
@@ -281,7 +298,9 @@ class RequestTrace:
             attributes["gen_ai.request.choice.count"] = len(states)
         end = max(first.arrival_time, *(state.last_time for state in states))
         name = f"{operation or 'pool'} {name}"
-        self._add(_Span(name, id, self.context.span_id, first.arrival_time, end, attributes))
+        trace._add(_Span(name, id, self.context.span_id, first.arrival_time, end, attributes))
+        if trace is not self and tracing.spans is not None:
+            tracing.spans.add(trace)
 
     def end(self, status: int) -> None:
         """End the trace. `status` is the HTTP status of the answer; 499 if the client disconnected before its end."""
@@ -305,6 +324,7 @@ class RequestTrace:
         parent = 0 if self._parent is None else self._parent.span_id
         start, end, id = self._arrival_time, time.monotonic(), self.context.span_id
         self._add(_Span(name, id, parent, start, end, attributes, server=True, failed=failed))
+        self._has_ended = True
         # The scope leads to the connection, which would stay in memory until a collector has taken the trace.
         self._scope = {"route": scope.get("route")}
         exporter.add(self)

@@ -178,10 +178,33 @@ def test_a_trace_that_waits_for_its_batch_holds_no_connection(receiver: OtlpRece
     trace.end(200)
     gc.collect()
     assert held() is None
-    # A resumable stream may end after its first connection.
+    tracing.close()
+    assert [span.name for span in receiver.spans] == [f"POST {ROUTE}"]
+
+
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_a_generation_that_outlives_its_request_is_received(
+    is_exported: bool, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a background response, and of a resumable stream whose client has disconnected."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10" if is_exported else "60000")
+    tracing, now = Tracing({"TRACES"}, "1"), time.monotonic()
+    trace = begin(tracing, now)
+    trace.end(200)
+    while is_exported and not receiver.spans:
+        time.sleep(0.01)
     trace.generated([state(now)], PARAMS, "m", now)
     tracing.close()
-    assert {span.name for span in receiver.spans} >= {f"POST {ROUTE}", "text_completion m"}
+    http, *phases, generation = receiver.spans
+    assert [span.name for span in (http, *phases, generation)] == [
+        f"POST {ROUTE}",
+        "queue",
+        "prefill",
+        "decode",
+        "text_completion m",
+    ]
+    assert generation.parent_span_id == http.span_id
+    assert {span.trace_id for span in receiver.spans} == {http.trace_id}
 
 
 def observed(receiver: OtlpReceiver, values: list[tuple[float, str | None]], times: int = 1) -> list[Any]:
