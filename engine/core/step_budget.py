@@ -61,8 +61,11 @@ _INTERPOSED_BOUND, _LEAST_BOUND = 0.5, 0.02
 """The steps interposed in one step take at most the first number times its bound, and streams wait longer by that.
 A bound counts as at least the second number of seconds, for small models, and as at most `max_step_seconds`."""
 _MOST_SERVICE_ADDED = 1.0
-"""Short prompts of an owner with at most this recent service are added to a regular step, beyond its bound. They cost
-no more there than in other steps, so no allowance limits them. Steps interposed in it have the rest of the time."""
+"""Short prompts of an owner with at most this recent service are added to a regular step, beyond its bound. Steps
+interposed in it have the rest of the time."""
+_ADDED_SHARE, _MOST_ADDED = 0.25, 4.0
+"""Share of all time that they may take, since streams wait for them, and the most steps' worth of it that accumulates.
+They cost no more there than in other steps."""
 _FAILED_SECONDS = 10.0
 """Seconds without interposed steps after one has raised: other steps compute its sequences first."""
 
@@ -138,8 +141,10 @@ class StepBudget:
         """Seconds that prompts beyond the current step's bound may still take, added to it or interposed."""
         self._allowance = 0.0
         """Seconds that interposed steps may now take beyond the time that their tokens would add to other steps."""
+        self._added_left = math.inf
+        """Seconds that prompts added to steps may now take."""
         self._allowed_until = math.inf
-        """Time at which the allowance was last increased."""
+        """Time at which both were last increased."""
 
     def note(self, batch: ScheduledBatch, seconds: float) -> None:
         """Update the model with the duration of a step."""
@@ -157,10 +162,11 @@ class StepBudget:
         if self._grows:
             bound = max(bound, min(shared, _MOST_GROWTH * bound))
         self._bound = bound if self._is_alone else min(bound, max(shared, _LEAST))
-        gained = _INTERPOSED_SHARE * max(0.0, now - self._allowed_until)
-        self._allowance = min(self._allowance + gained, _MOST_INTERPOSED * self._fixed)
+        passed = max(0.0, now - self._allowed_until)
+        self._allowance = min(self._allowance + _INTERPOSED_SHARE * passed, _MOST_INTERPOSED * self._fixed)
         self._allowed_until = now
         self._interposed_left = _INTERPOSED_BOUND * min(self._max_seconds, max(self._bound, _LEAST_BOUND))
+        self._added_left = min(self._added_left + _ADDED_SHARE * passed, _MOST_ADDED * self._interposed_left)
 
     def may_pause(self, batch: ScheduledBatch) -> bool:
         """Return whether a step is long enough to interpose others."""
@@ -197,11 +203,12 @@ class StepBudget:
             return 0.0
         if service > _MOST_SERVICE_ADDED:
             return 0.0
-        return max(0.0, self._interposed_left)
+        return max(0.0, min(self._interposed_left, self._added_left))
 
     def note_added(self, seconds: float) -> None:
         """Subtract prompts that were added beyond the step's bound from the time of steps interposed in it."""
         self._interposed_left -= seconds
+        self._added_left -= seconds
 
     def note_interposed(self, batch: ScheduledBatch, seconds: float) -> None:
         """Subtract an interposed step, which took `seconds`, from the allowance."""
@@ -256,7 +263,8 @@ class StepBudget:
         work = StepWork(decode_tokens=tokens_per_row * len(seqs), decode_keys=sum(lengths))
         base = self._model.seconds(StepWork())
         added, left = self._model.seconds(work) - base, self._bound - base
-        if added <= left:
+        # Decodes may cost nothing by the model, while a step's base alone exceeds the bound.
+        if added <= max(left, 0.0):
             return rows, lengths
         room = max(len(rows.costs), int(len(seqs) * left / added))
         if room >= len(seqs):

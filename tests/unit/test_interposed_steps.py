@@ -177,6 +177,25 @@ def test_prompts_that_are_added_to_a_step_and_those_interposed_in_it_share_its_t
     assert budget.seconds_to_add(0.0) == pytest.approx(0.25 * most)
 
 
+@given(st.lists(st.tuples(st.floats(0.0, 0.01), st.floats(0.0, 1.0)), min_size=50, max_size=200))
+@settings(max_examples=20, deadline=None)
+def test_prompts_that_are_added_to_steps_take_a_quarter_of_the_time_whoever_sends_them(
+    steps: list[tuple[float, float]],
+) -> None:
+    budget = loaded_engine(max_step_seconds=0.008).scheduler.step_budget
+    assert budget is not None
+    now = start = 1000.0
+    budget.begin_step(["heavy", "light"], now)
+    most, added = budget.seconds_to_add(0.0), 0.0
+    for seconds, part in steps:
+        seconds_added = part * budget.seconds_to_add(0.0)
+        budget.note_added(seconds_added)
+        added += seconds_added
+        now += seconds + seconds_added
+        budget.begin_step(["heavy", "light"], now)
+    assert added <= 0.25 * (now - start) + 4 * most + 1e-9
+
+
 def test_a_short_step_is_not_paused() -> None:
     made = loaded_engine()
     scheduled = made.scheduler.schedule()

@@ -115,6 +115,23 @@ def test_decodes_of_several_owners_that_do_not_fit_a_step_take_turns() -> None:
     assert all(len(seq.token_ids) == 16 + 150 for seq in many)
 
 
+def test_all_decodes_are_in_a_step_where_they_cost_nothing_by_the_model() -> None:
+    """The fixed cost alone exceeds the bound of several owners' steps, and decodes add less than can be measured."""
+    made = SimulatedEngine(
+        device(0.0007, 0.00003, decode=0.00005),
+        max_interposed_tokens=512,
+        default_step_seconds=0.5,
+        max_step_seconds=None,
+        enable_prefix_caching=False,
+    )
+    made.add(3000, 20)
+    made.run()
+    made.now += 100
+    seqs = [made.add(40, 200, owner=f"owner {number % 3}", at=made.now) for number in range(8)]
+    made.run()
+    assert all(seq.is_finished for seq in seqs)
+
+
 @pytest.mark.parametrize("method", ["eagle", "ngram"])
 def test_a_step_has_as_many_decodes_as_without_drafts_while_none_are_made(method: str) -> None:
     decodes = []

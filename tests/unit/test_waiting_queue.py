@@ -1,9 +1,12 @@
 """The queue of waiting sequences: arrival, priority and ageing."""
 
 import time
+from collections import deque
 from collections.abc import Iterable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.core.waiting_queue import MAX_PRIORITY, FairShares, WaitingQueue
 from engine.sequence import Sequence
@@ -101,3 +104,74 @@ def test_owner_that_could_not_have_its_turns_has_no_more_credit_than_one_that_be
     for _ in range(100):
         shares.serve("served", 1000)
     assert shares.served("stuck") == shares.served("new")
+
+
+def established(owners: list[str]) -> FairShares:
+    """Shares of owners that were served equally for a while."""
+    shares = FairShares()
+    for owner in owners:
+        shares.join(owner)
+    for second in range(12):
+        shares.begin_step(float(second))
+        for owner in owners:
+            shares.serve(owner, 100)
+    return shares
+
+
+@given(
+    num_known=st.integers(1, 40),
+    costs=st.lists(st.integers(1, 4096), min_size=1, max_size=4),
+    per_turn=st.integers(1, 3),
+    chunk=st.sampled_from([64, 500]),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_stream_of_new_owners_leaves_known_ones_their_turns(
+    num_known: int, costs: list[int], per_turn: int, chunk: int
+) -> None:
+    """Who sends each prompt from another address has any number of owners."""
+    known = [f"known {number}" for number in range(num_known)]
+    shares = established(known)
+    new = deque[str]()
+    taken = dict.fromkeys((*known, "new"), 0)
+    for turn in range(1200):
+        shares.begin_step(12 + 0.01 * turn)
+        for number in range(per_turn):
+            shares.join(f"new {turn} {number}")
+            new.append(f"new {turn} {number}")
+        owner = min((*known, new[0]), key=shares.served)
+        cost = chunk
+        if owner == new[0]:
+            new.popleft()
+            cost = costs[turn % len(costs)]
+        shares.serve(owner, cost)
+        taken[owner if owner in taken else "new"] += cost
+        if shares.is_crowded:
+            shares.forget_all_but({*known, *new})
+    part = sum(taken.values()) / (num_known + max(num_known, 16))
+    # Turns differ by a few chunks, and new owners have one credit together.
+    slack = 4 * max(chunk, *costs) + 4096
+    assert all(taken[owner] >= part - slack for owner in known), (part, taken)
+
+
+def test_a_known_owner_with_little_service_precedes_new_ones_however_many_came() -> None:
+    shares = established(["light", "heavy"])
+    for _ in range(10):
+        shares.serve("heavy", 4000)
+    for number in range(1000):
+        shares.join(f"new {number}")
+        shares.serve(f"new {number}", 300)
+    shares.forget_all_but({"heavy"})
+    shares.join("new")
+    assert shares.lightest(["new", "heavy", "light"]) == "light"
+    assert shares.lightest(["new", "heavy"]) == "new"
+    assert shares.recent("light") < shares.recent("new") < 0.75 < 1.0 < shares.recent("heavy")
+
+
+def test_owners_that_begin_together_are_equal_from_the_start() -> None:
+    shares = FairShares()
+    for number in range(10):
+        shares.join(f"owner {number}")
+        shares.begin_step(0.01 * number)
+        shares.serve(f"owner {number}", 500)
+    assert {shares.recent(f"owner {number}") for number in range(10)} == {1.0}
+    assert shares.recent("another") == 0.0
