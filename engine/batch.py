@@ -29,7 +29,7 @@ class AppendedBlocks(NamedTuple):
 
 
 class DraftWork(NamedTuple):
-    """The work of drafting by a model in a step."""
+    """The work of drafting by a model in a step, or in one round of several."""
 
     seconds: float
     num_rows: int
@@ -75,10 +75,12 @@ class ScheduledBatch:
         new_seqs: Rows[Sequence] = (),
         appended_blocks: Rows[AppendedBlocks] = (),
         num_next_drafts: list[int] | None = None,
+        num_rounds: int = 1,
     ) -> None:
         """`context_lens` defaults to each sequence's `num_tokens`: the span then ends at its last token.
 
-        `num_next_drafts` defaults to `num_spec_step` for each row.
+        `num_next_drafts` defaults to `num_spec_step` for each row. `num_rounds`: most rounds in which the step may
+        verify drafts, draft, and verify again.
         """
         rows = list(seqs.values())
         self.req_ids = list(seqs)
@@ -101,6 +103,7 @@ class ScheduledBatch:
         """Prompt tokens whose log probabilities the step must report."""
         self.num_next_drafts = [num_spec_step] * len(rows) if num_next_drafts is None else num_next_drafts
         """Number of drafts that a drafter in the worker computes for each row's next step."""
+        self.num_rounds = num_rounds
         self._rows = rows
         self._slots = [seq.slot for seq in rows]
         self._tables = [seq.block_table for seq in rows]
@@ -185,8 +188,10 @@ class ScheduledBatchOutput:
     `draft_token_ids` has the drafts for its next step, from drafters in the worker. `logprobs` has one entry per
     token, for rows that asked for them; `prompt_logprobs` has one entry per token of the batch's `prompt_spans`.
     `vectors` has the vector, as bytes of float32, of each pooled row whose prompt is now fully computed. `draft_work`
-    describes the work of drafting, if a model drafts. `errors` has the reason for each row that could not be sampled,
-    which is absent from the other fields; `refusals` has the same if the request itself excluded every token.
+    describes the work of drafting, if a model drafts. If the step had several rounds of verification, `num_rounds` is
+    their number, and `verified_drafts` has the number of drafts and of accepted drafts of each round. `errors` has the
+    reason for each row that could not be sampled, which is absent from the other fields; `refusals` has the same if
+    the request itself excluded every token.
     """
 
     token_ids: dict[int, tuple[int, ...]]
@@ -197,6 +202,8 @@ class ScheduledBatchOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     vectors: dict[int, bytes] | None = None
     draft_work: DraftWork | None = None
+    num_rounds: int = 1
+    verified_drafts: dict[int, list[tuple[int, int]]] | None = None
     req_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -270,6 +277,7 @@ class StepBuilder:
         """Number of prompts that were added beyond the step's time."""
         self.num_next_drafts: list[int] | None = None
         """Number of drafts that the runner computes for each row; None: the largest number."""
+        self.num_rounds = 1
         self.new_seqs: list[Sequence] = []
         self.appended_blocks: list[AppendedBlocks] = []
 
@@ -320,5 +328,6 @@ class StepBuilder:
             new_seqs=self.new_seqs,
             appended_blocks=self.appended_blocks,
             num_next_drafts=self.num_next_drafts,
+            num_rounds=self.num_rounds,
         )
         return batch, self.seqs

@@ -73,6 +73,7 @@ class EngineCore:
         generates: bool = True,
         default_step_seconds: float = 0.0,
         max_interposed_tokens: int = 0,
+        max_rounds: int = 1,
         prepare_while_idle: Callable[[], bool] | None = None,
         device_memory: Callable[[], tuple[int, int]] | None = None,
         sentinel_counts: Callable[[], tuple[int, int]] | None = None,
@@ -98,6 +99,7 @@ class EngineCore:
             splits_prompts=splits_prompts,
             default_step_seconds=default_step_seconds,
             max_interposed_tokens=max_interposed_tokens,
+            max_rounds=max_rounds,
         )
         self.adapters = CoreAdapters(config.lora_paths, runner, input_queue, output_queue)
         self._kv_events = kv_events

@@ -202,6 +202,7 @@ def _core(
         "splits_prompts": loaded.splits_prompts,
         "default_step_seconds": loaded.default_step_seconds,
         "max_interposed_tokens": loaded.max_interposed_tokens if links is None else 0,
+        "max_rounds": loaded.max_rounds if links is None else 1,
         "generates": loaded.generates,
         "prepare_while_idle": runner.prepare_while_idle,
         "device_memory": loaded.device_memory,

@@ -100,6 +100,7 @@ class Scheduler:
         splits_prompts: bool = True,
         default_step_seconds: float = 0.0,
         max_interposed_tokens: int = 0,
+        max_rounds: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`window`: the attention window of the layer with the widest one, in tokens including the query's own; None
@@ -110,7 +111,8 @@ class Scheduler:
         with its use; None for all blocks. `splits_prompts`: False where each token attends to the whole prompt, which
         is then computed in one step. `default_step_seconds`: `max_step_seconds` where the config sets none; it grows
         where steps have large fixed costs; 0 for no bound. `max_interposed_tokens`: the most tokens of a step that is
-        computed while another one is paused; 0 if none is. `clock`: the clock of `Sequence.arrive_time`.
+        computed while another one is paused; 0 if none is. `max_rounds`: the most rounds in which a step verifies
+        drafts. `clock`: the clock of `Sequence.arrive_time`.
         """
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
@@ -130,7 +132,7 @@ class Scheduler:
         self.last_prompt_latency = 0.0
         """Seconds between the scheduling and the reading of the latest step with a prompt."""
         self.delay_factor: float = config.scheduler_delay_factor
-        self.drafts = Drafts(config, config.max_num_seqs)
+        self.drafts = Drafts(config, config.max_num_seqs, max_rounds)
         self.use_spec, self.mtp_k = self.drafts.are_on, self.drafts.max_drafts
         self.mixed: bool = getattr(config, "scheduling_policy", "prefill_first") == "mixed"
         seconds: float | None = getattr(config, "max_step_seconds", None)
@@ -291,6 +293,8 @@ class Scheduler:
             return None
         is_current = not self._submitted or self._has_device_drafts()
         step.num_next_drafts = self.drafts.num_next(step.seqs.values(), step.num_decodes, is_current=is_current)
+        if step.drafts and not step.num_prefills and not self._prefilling and not (self.waiting and self._has_slot()):
+            step.num_rounds = self.drafts.num_rounds
         return step.batch()
 
     def schedule_only(self, seqs: Collection[Sequence]) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:

@@ -66,6 +66,8 @@ class LoadedModel(NamedTuple):
     """Bound of a step's seconds if the settings have none; 0 means no bound."""
     max_interposed_tokens: int = 0
     """Most tokens of a step that is interposed in a paused step; 0: steps are not paused."""
+    max_rounds: int = 1
+    """Most rounds in which a step verifies drafts."""
     splits_prompts: bool = True
     """Whether a prompt may be computed in several steps."""
     generates: bool = True
@@ -142,6 +144,7 @@ def load_model(
         world=world,
         default_step_seconds=_CPU_STEP_SECONDS if loaded.device.type == "cpu" else 0.0,
         max_interposed_tokens=runner.max_interposed_tokens,
+        max_rounds=runner.max_rounds,
         splits_prompts=not loaded.is_encoder,
         generates=loaded.generates,
         device_memory=None if loaded.device.type == "cpu" else runner.device_memory,

@@ -249,6 +249,7 @@ class DraftPasses:
                 block_size=loaded.config.kv_cache_block_size,
                 max_len=loaded.max_model_len,
                 target=None if target is None else target[0],
+                sampling=sampling,
             )
 
     def _sampled_heads(

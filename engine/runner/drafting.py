@@ -37,7 +37,7 @@ from models.attention.backend import NO_SLOT, AttentionMetaData
 from models.attention.gpu import GPUAttentionBackend, TritonMetaData
 from models.layers.base import DraftLM
 from models.ops.counter_rng import DRAFT, SAMPLE
-from models.ops.cpu.draft_chain import Verified
+from models.ops.cpu.draft_chain import MOST_ROUNDS, Verified
 from models.ops.cpu.structures import Step
 
 _MAX_WAITING = KEPT_STEPS
@@ -178,6 +178,12 @@ class ModelDrafter:
         """Whether the drafter's passes and its argmax run as calls of the compiled operators."""
         return self._passes.are_recorded and self._passes.head is not None
 
+    @property
+    def max_rounds(self) -> int:
+        """The most rounds of `verify`."""
+        chain = self._passes.chain
+        return MOST_ROUNDS if chain is not None and chain.verifies else 1
+
     def draft(
         self,
         inputs: StepInputs,
@@ -238,12 +244,19 @@ class ModelDrafter:
         return drafts
 
     def verify(
-        self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor, step: Step | None, wanted: _Ints
+        self,
+        inputs: StepInputs,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: Step | None,
+        wanted: _Ints,
+        limits: _Ints | None = None,
+        num_rounds: int = 1,
     ) -> Verified | None:
-        """Compute a step of the target and the drafts after it in one call of the operators.
+        """Compute a step of the target and the drafts after it by the operators, without work of the host in between.
 
-        Returns None where one call cannot compute both. The step has decodes only. `wanted` is as in `draft`. The
-        caller calls `take` afterwards. # 2 x [T]
+        Returns None where these cannot compute both. The step has decodes only. `wanted` is as in `draft`, and
+        `limits` and `num_rounds` are as in `DraftChain.verify`. The caller calls `take` afterwards. # 2 x [T]
         """
         chain, slots, num_tokens = self._passes.chain, inputs.slots, len(inputs.input_ids)
         if chain is None or step is None or not chain.verifies or self._sampled:
@@ -254,8 +267,13 @@ class ModelDrafter:
         if len(inputs.sampled_rows) != num_tokens or not chain.holds(len(slots), num_tokens) or not wanted.any():
             return None
         self._begin(slots, inputs.seq_lens - inputs.query_lens)
-        if not self._are_current(inputs)[wanted > 0].all():
-            return None
+        is_current = self._are_current(inputs)
+        if not is_current.all():
+            if not is_current[wanted > 0].all():
+                return None
+            num_rounds = 1
+        if inputs.states is not None or not chain.holds(len(slots), len(slots) * (1 + int(wanted.max()))):
+            num_rounds = 1
         self._end_idle_steps()
         return chain.verify(
             token_ids,
@@ -267,6 +285,8 @@ class ModelDrafter:
             slots=slots,
             block_tables=self._input_batch.block_table,
             is_sampled=not is_greedy,
+            limits=limits,
+            num_rounds=num_rounds,
         )
 
     # Drafts on the device, before the host has read the step

@@ -484,6 +484,13 @@ class InputBatch:
             np.maximum(self._num_unread, 0, out=self._num_unread)
         return accepted
 
+    def note_accepted(self, inputs: StepInputs, num_accepted: npt.NDArray[np.int64]) -> None:
+        """Replaces `store_tokens` where the operators have stored the accepted tokens of each row. # [B]"""
+        self._num_read[inputs.slots] += num_accepted
+        if inputs.states_after is not None:
+            valid = self._valid_state[inputs.slots] + np.maximum(num_accepted - 1, 0)
+            self._valid_state[inputs.slots] = valid % self._states_per_slot
+
     # Read by a drafter, after a step's tokens were stored.
 
     @property

@@ -37,7 +37,15 @@ from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST
 from engine.runner.pooling import PooledVectors, PromptPooler
 from engine.runner.sentinel import Sentinel, sentinel_interval
 from engine.runner.step_graphs import DecodeGraphs, make_graphs, why_no_graphs
-from engine.runner.step_results import LaunchedStep, StepResult, StepWork, accepted_tokens, mark_unusable, output_of
+from engine.runner.step_results import (
+    LaunchedStep,
+    StepResult,
+    StepWork,
+    accepted_tokens,
+    mark_unusable,
+    not_finite,
+    output_of,
+)
 from engine.runner.warm_up import StepSizes, WarmUpRow, WarmUpStep, compile_kernels, dummy_batch, dummy_prompt
 from engine.sampling.logprobs import compute_prompt_logits, read_prompt_logprobs
 from engine.sampling.parameters import SamplingRows
@@ -229,6 +237,11 @@ class ModelRunner:
         return min(_MOST_INTERPOSED_TOKENS, self.program.max_tokens)
 
     @property
+    def max_rounds(self) -> int:
+        """The most rounds in which a step verifies drafts."""
+        return 1 if self.drafter is None else self.drafter.max_rounds
+
+    @property
     def rope(self) -> RopeContext | None:
         """How a sequence's rotary frequencies depend on its length; None if they do not."""
         return self.model_config.rope_context(self.config.max_model_len or self.model_config.max_model_len)
@@ -371,14 +384,15 @@ class ModelRunner:
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         with torch.inference_mode(), self._aborting_on_all_ranks():
             inputs, on_device = self.prepare_model(batch)
-            result = self._verify_and_draft(batch, inputs, on_device)
-            if result is None:
-                result = self.run_model(inputs, on_device, batch.prompt_spans)
+            verified = self._verify_and_draft(batch, inputs, on_device)
+            if verified is not None:
+                return self._finish_verified(batch, inputs, verified)
+            result = self.run_model(inputs, on_device, batch.prompt_spans)
             if self.parallel.rank:
                 if self.drafter is not None:
                     self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
                 return ScheduledBatchOutput({})
-            output = self.postprocess(batch, inputs, result.logits, result.drafted_from, result.verified)
+            output = self.postprocess(batch, inputs, result.logits, result.drafted_from)
             output.prompt_logprobs = result.prompt_logprobs
             if result.pooled is not None:
                 result.pooled.add_to(output, batch.req_ids, result.pooled.values.cpu())
@@ -531,12 +545,11 @@ class ModelRunner:
         inputs: StepInputs,
         logits: torch.Tensor | LaunchedTokens,
         drafted_from: torch.Tensor | None = None,
-        verified: Verified | None = None,
     ) -> ScheduledBatchOutput:
         """Sample, wait for the tokens, and `finish` the step."""
         assert inputs.sampling is not None, "the tokens of all steps before have been read"
         sampled = self.launch_sampler(logits, inputs, inputs.sampling).read()
-        return self.finish(batch, inputs, sampled, drafted_from, verified)
+        return self.finish(batch, inputs, sampled, drafted_from)
 
     def launch_sampler(
         self, logits: torch.Tensor | LaunchedTokens, inputs: StepInputs, rows: SamplingRows
@@ -556,7 +569,6 @@ class ModelRunner:
         inputs: StepInputs,
         sampled: SampledTokens,
         drafted_from: torch.Tensor | None = None,
-        verified: Verified | None = None,
         device_drafts: DeviceDrafts | None = None,
         *,
         is_launched: bool = False,
@@ -564,7 +576,7 @@ class ModelRunner:
         """Store a step's tokens for the next step, draft after them, and return both by sequence.
 
         `drafted_from`: the hidden states that a drafter reads. # [T, features]
-        `verified`, `device_drafts`: results of the drafter that exist already.
+        `device_drafts`: drafts that were made before the step was read.
         """
         sampled = mark_unusable(sampled, inputs)
         drafts: list[list[int]] = []
@@ -579,10 +591,6 @@ class ModelRunner:
             accepted = self.input_batch.store_tokens(inputs, sampled.token_ids)
             if self.drafter is not None and device_drafts is not None:
                 drafts = self.drafter.take_from_device(inputs, device_drafts, batch.num_next_drafts)
-        elif verified is not None:
-            start -= verified.seconds
-            accepted = self.input_batch.store_tokens(inputs, sampled.token_ids)
-            drafts = self.drafter.take(verified, inputs)
         else:
             accepted, drafts = self._draft(self.drafter, batch, inputs, sampled.token_ids, drafted_from)
         if self.ranks is not None:
@@ -692,10 +700,8 @@ class ModelRunner:
 
     # -- drafts -------------------------------------------------------------------------------------------------------
 
-    def _verify_and_draft(
-        self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs
-    ) -> StepResult | None:
-        """Compute a step of decodes and the drafts that follow it in one call; None if that takes several calls."""
+    def _verify_and_draft(self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs) -> Verified | None:
+        """Compute a step of decodes and the drafts that follow it by the operators alone; None if they cannot."""
         if (
             self.drafter is None
             or batch.is_dummy_run
@@ -704,12 +710,45 @@ class ModelRunner:
             or inputs.adapters is not None
         ):
             return None
-        wanted = np.array(batch.num_next_drafts, dtype=np.int64)
-        step = on_device.metadata.step
-        verified = self.drafter.verify(inputs, on_device.input_ids, on_device.positions, step, wanted)
-        if verified is None:
-            return None
-        return StepResult(LaunchedTokens.of_host(verified.token_ids, verified.peaks), None, None, None, verified)
+        limits = None
+        if batch.num_rounds > 1:
+            limits = np.array([seq.decode_limit for seq in batch.sequences], dtype=np.int64)
+        return self.drafter.verify(
+            inputs,
+            on_device.input_ids,
+            on_device.positions,
+            on_device.metadata.step,
+            np.array(batch.num_next_drafts, dtype=np.int64),
+            limits,
+            batch.num_rounds,
+        )
+
+    def _finish_verified(self, batch: ScheduledBatch, inputs: StepInputs, verified: Verified) -> ScheduledBatchOutput:
+        """As `finish`, for a step whose tokens and drafts were computed by one call of the operators."""
+        assert self.drafter is not None
+        start = time.perf_counter()
+        self.input_batch.note_accepted(inputs, verified.num_accepted)
+        drafts = self.drafter.take(verified, inputs)
+        counts, token_ids, rounds = verified.num_accepted.tolist(), verified.token_ids.tolist(), len(verified.counted)
+        accepted, errors = dict[int, tuple[int, ...]](), dict[int, str]()
+        for row, (seq_id, count) in enumerate(zip(batch.req_ids, counts, strict=True)):
+            if count:
+                accepted[seq_id] = tuple(token_ids[row][:count])
+            elif not verified.counted[0, 0, row]:
+                errors[seq_id] = not_finite(int(inputs.seq_lens[row]), self.dtype)
+        output = ScheduledBatchOutput(accepted, errors=errors or None, num_rounds=rounds)
+        if rounds > 1:
+            # A row's first rounds; the others are those after it has ended.
+            drafted, taken = verified.counted.transpose(1, 2, 0).tolist()
+            output.verified_drafts = {
+                seq_id: [(count, tokens - 1) for count, tokens in zip(drafted[row], taken[row], strict=True) if tokens]
+                for row, seq_id in enumerate(batch.req_ids)
+            }
+        if any(drafts):
+            output.draft_token_ids = dict(zip(batch.req_ids, drafts, strict=True))
+        seconds = (verified.seconds + time.perf_counter() - start) / rounds
+        output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), max(map(len, drafts), default=0))
+        return output
 
     def _draft(
         self,

@@ -19,7 +19,6 @@ from engine.runner.pooling import PooledVectors
 from engine.sampling.parameters import SamplingRows
 from engine.sampling.sampler import LaunchedTokens, SampledTokens
 from engine.sampling.verification import NO_TOKEN, is_verifying
-from models.ops.cpu.draft_chain import Verified
 
 
 class StepResult(NamedTuple):
@@ -33,8 +32,6 @@ class StepResult(NamedTuple):
     """Vectors of pooled prompts, on rank 0."""
     drafted_from: torch.Tensor | None = None  # [T, features]
     """The hidden states that the drafter reads."""
-    verified: Verified | None = None
-    """The step with the drafts that follow it, where one call computed both."""
 
 
 class StepWork(NamedTuple):
@@ -171,6 +168,14 @@ def mark_unusable(sampled: SampledTokens, inputs: StepInputs) -> SampledTokens:
     return SampledTokens(token_ids, sampled.logprobs, broken, refused)
 
 
+def not_finite(num_tokens: int, dtype: torch.dtype) -> str:
+    """The error of a sequence whose logits after `num_tokens` tokens have no finite maximum."""
+    return (
+        f"the model's logits are not finite after {num_tokens} tokens: the checkpoint is damaged, or its values "
+        f"overflow {dtype} and need another dtype"
+    )
+
+
 def accepted_tokens(token_ids: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64] | None) -> list[int]:
     """The sampled tokens, `NO_TOKEN` at positions that were not accepted. # [S]"""
     if accepted is not None:
@@ -201,11 +206,7 @@ def output_of(
             if index in sampled.logprobs:
                 logprobs.setdefault(ids[index], []).append(sampled.logprobs[index])
     errors = {
-        ids[index]: (
-            f"the model's logits are not finite after {inputs.sampled_positions[index]} tokens: the "
-            f"checkpoint is damaged, or its values overflow {dtype} and need another dtype"
-        )
-        for index in sampled.non_finite
+        ids[index]: not_finite(int(inputs.sampled_positions[index]), dtype) for index in sampled.non_finite
     }
     refusals = {ids[index]: reason for index, reason in sampled.refused.items()}
     for seq_id in (*errors, *refusals):

@@ -313,6 +313,10 @@ class DraftPlan:
         self._num_tries = 0
         self._trying: set[int] = set()
         """Sequences without drafts that try some in the next step."""
+        self._tried: set[int] = set()
+        """Sequences whose try the next step verifies in several rounds, so that they draft in all of these."""
+        self._num_rounds = 1
+        """The most rounds of a step."""
         self._has_drafts = True
         """Whether the plan has drafts for any sequence."""
         self._is_awaited = False
@@ -327,7 +331,7 @@ class DraftPlan:
     @property
     def is_idle(self) -> bool:
         """Whether no known sequence has drafts for now."""
-        return self._is_plain or self.net_gain.is_stopped or not (self._trying or self._has_drafts)
+        return self._is_plain or self.net_gain.is_stopped or not (self._trying or self._tried or self._has_drafts)
 
     @property
     def is_keeping(self) -> bool:
@@ -338,7 +342,7 @@ class DraftPlan:
         """The most drafts of a sequence for now."""
         if self._is_plain or self.net_gain.is_stopped:
             return 0
-        if seq.id in self._trying:
+        if seq.id in self._trying or seq.id in self._tried:
             return self._try_depth
         record = self._records.get(seq.id)
         return self._first_limit if record is None else record.limit
@@ -366,8 +370,11 @@ class DraftPlan:
         *,
         has_drafted: bool = False,
         are_prompts_left: bool = False,
+        num_rounds: int = 1,
     ) -> None:
         """Record the gain or cost of drafts in a step that took `seconds`, which include `drafting_seconds`.
+
+        A step of several rounds took as long in each of them, and `num_accepted` is the sum over them.
 
         `has_drafted`: as in `note_step`: drafts were made in the step itself, and `drafting_seconds` excludes their
         time. `are_prompts_left`: whether the next step computes a further part of a prompt.
@@ -386,24 +393,31 @@ class DraftPlan:
             gained = num_accepted * saved - num_drafts * per_token - drafting_seconds
         elif num_drafts or drafting_seconds or has_drafted:
             plain = self.costs.step(num_rows)
-            gained = plain * (1.0 + num_accepted / num_rows) - self.costs.with_drafting(num_rows + num_drafts, 0, 0)
-            gained -= min(drafting_seconds, _MOST_DRAFTING * plain)
+            lost = self.costs.with_drafting(num_rows + num_drafts, 0, 0) + min(
+                drafting_seconds, _MOST_DRAFTING * plain
+            )
+            gained = plain * (num_rounds + num_accepted / num_rows) - num_rounds * lost
         else:
             gained = 0.0
-        self.net_gain.note(seconds, gained, has_prompts=batch.total_seqs_num_prefill > 0)
+        self.net_gain.note(num_rounds * seconds, gained, has_prompts=batch.total_seqs_num_prefill > 0)
 
-    def plan(self, seqs: Rows[Sequence], room: int, num_steps: int = 1) -> None:
+    def plan(self, seqs: Rows[Sequence], room: int, num_steps: int = 1, num_rounds: int = 1) -> None:
         """Plan the drafts of a step's sequences, at most `room` in total, and of the next steps.
 
-        `num_steps`: number of steps since the last plan, this one included; see `num_unplanned`.
+        `num_steps`: number of steps since the last plan, this one included; see `num_unplanned`. `num_rounds`: the
+        most rounds of a step.
         """
         self._is_plain = False
+        self._num_rounds = num_rounds
+        # Later rounds of a try show the acceptance rate and the costs of continued drafting.
+        self._tried = self._trying if num_rounds > 1 and len(self._trying) == len(seqs) else set()
         self._steps_left -= num_steps
         if num_steps > 1:
             self.costs.pass_steps(num_steps - 1)
         if self.net_gain.is_stopped:
             # Stored hidden states are of no use after steps that are not stored.
             self._has_drafts, self._is_awaited, self._num_kept, self._trying = False, False, 0, set()
+            self._tried = set()
             self._first_limit, self._steps_left, self._planned_size = 0, _MOST_STEPS_PER_IDLE_PLAN, 0
             return
         # A few steps, or a few new or ended sequences, hardly change the best number of drafts.
@@ -413,7 +427,7 @@ class DraftPlan:
         if self._try_cost is not None:
             self._try_credit = min(self._try_credit + num_steps * self._try_share, self._try_cost)
             is_near = self._try_cost - self._try_credit <= KEPT_STEPS * self._try_share
-        if is_near or self._has_drafts or self._is_awaited:
+        if is_near or self._has_drafts or self._is_awaited or self._tried:
             self._num_kept = min(self._num_kept + 1, KEPT_STEPS)
         else:
             self._num_kept = 0
@@ -492,6 +506,9 @@ class DraftPlan:
         seconds = self.costs.step(num_rows + min(room, self._try_rows * depth))
         seconds += self.costs.catching_up(self._try_rows) or self.costs.drafting(self._try_rows, depth)
         seconds += KEPT_STEPS * self.costs.keeping(num_rows)
+        if self._num_rounds > 1 and self._try_rows == num_rows:
+            further = self.costs.with_drafting(num_rows * (1 + depth), num_rows, depth)
+            seconds += (self._num_rounds - 1) * max(0.0, further - plain)
         self._try_cost = max(0.0, seconds / plain - 1.0) if plain else 0.0
 
     def _try(self, seqs: Rows[Sequence]) -> None:

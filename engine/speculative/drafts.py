@@ -1,6 +1,7 @@
 """`Drafts`: the draft tokens of running sequences, and acceptance statistics. Owned by the scheduler."""
 
 import logging
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
@@ -23,6 +24,9 @@ _SUSPENDED_STEPS = 1024
 _MEASURED_EVERY = 8
 """Every step with this interval of a pause is measured."""
 
+_ROUNDS_SECONDS = 0.006
+"""The longest duration of a step of several rounds, during which no prompt can start."""
+
 _MIN_SAMPLED_TOKENS = 64
 """Tokens that a step with drafts may sample, if `max_num_seqs` is smaller."""
 
@@ -44,13 +48,19 @@ def max_verified_rows(max_num_seqs: int, num_drafts: int) -> int:
 class Drafts:
     """Makes the next step's drafts by prompt lookup, or takes the runner's, in the number that `DraftPlan` chooses."""
 
-    def __init__(self, config: Any, max_num_seqs: int) -> None:
-        """`config` is the scheduler's; drafts are off without its `speculative_config`."""
+    def __init__(self, config: Any, max_num_seqs: int, max_rounds: int = 1) -> None:
+        """`config` is the scheduler's; drafts are off without its `speculative_config`.
+
+        `max_rounds`: the most rounds of a step that verifies drafts, drafts, and verifies again.
+        """
         speculative = getattr(config, "speculative_config", None)
         self.are_on = speculative is not None
         self.max_drafts: int = speculative.num_speculative_tokens if speculative is not None else 0
         """The most drafts of a sequence in a step."""
         self._drafts_by_model: bool = getattr(speculative, "drafts_by_model", False)
+        self._max_rounds = max_rounds if self._drafts_by_model else 1
+        self._round_seconds = math.inf
+        """Duration of a round of the latest measured step of decodes."""
         self.plan = DraftPlan(self.max_drafts, by_model=self._drafts_by_model)
         self.num_verifications = 0
         """Number of verifications: steps that verified drafts, counted per sequence."""
@@ -81,13 +91,22 @@ class Drafts:
         """Seconds of drafting in the step that was read last."""
         self._num_accepted = 0
         """Number of drafts accepted in that step."""
+        self._num_rounds = 1
+        """Number of rounds of that step."""
         self._began, self._schedule_seconds = 0.0, 0.0
         """Time at which scheduling of the last step began, and its duration where a model drafts."""
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Number of positions after a step's tokens at which a drafter stores keys and values."""
-        return self.max_drafts if self._drafts_by_model else 0
+        """Number of positions after a step's tokens at which further rounds and a drafter store keys and values."""
+        if not self._drafts_by_model:
+            return 0
+        return self.max_drafts + (self.num_rounds - 1) * (1 + self.max_drafts)
+
+    @property
+    def num_rounds(self) -> int:
+        """The most rounds of a step, so that it stays short."""
+        return max(1, min(self._max_rounds, int(_ROUNDS_SECONDS / self._round_seconds)))
 
     def begin_step(self) -> None:
         """Begin to schedule a step, which has no drafts yet."""
@@ -112,7 +131,7 @@ class Drafts:
                     self.plan.net_gain.note(seconds, 0.0, has_prompts=bool(has_prompts))
             self._stopped_seconds = [0.0, 0.0]
         room = max(0, min(budget, self._max_sampled) - len(seqs))
-        self.plan.plan(seqs, room, num_steps)
+        self.plan.plan(seqs, room, num_steps, self.num_rounds)
         is_suspended = self._suspended_steps > 0
         self._suspended_steps = max(0, self._suspended_steps - num_steps)
         if self._match_lengths is not None:
@@ -235,9 +254,9 @@ class Drafts:
         that got no token because of their drafts; KV in their last blocks may be invalid.
         """
         without_token: list[Sequence] = []
-        self._draft_seconds, self._num_accepted = 0.0, 0
+        self._draft_seconds, self._num_accepted, self._num_rounds = 0.0, 0, fwd_output.num_rounds
         proposed, failed = fwd_output.draft_token_ids or {}, {*(fwd_output.errors or ()), *(fwd_output.refusals or ())}
-        work = fwd_output.draft_work
+        work, rounds = fwd_output.draft_work, fwd_output.verified_drafts
         if work is not None:
             self._draft_seconds = work.seconds
             self.plan.costs.note_drafting(work)
@@ -250,19 +269,29 @@ class Drafts:
             drafts = verified.get(seq.id)
             if seq.id not in computed:
                 seq.spec_token_ids = proposed.get(seq.id, [])
+            if rounds is not None and seq.id not in failed:
+                for num_drafts, num_accepted in rounds[seq.id]:
+                    if num_drafts:
+                        self._note_verified(seq, num_drafts, num_accepted)
+                if not rounds[seq.id]:
+                    without_token.append(seq)
+                continue
             if not drafts or seq.id in failed:
                 continue
             num_new = len(fwd_output.token_ids.get(seq.id, ()))
             if num_new:
-                self.count(num_new, len(drafts))
-                self._num_accepted += num_new - 1
-                self.plan.note(seq, len(drafts), num_new - 1)
+                self._note_verified(seq, len(drafts), num_new - 1)
             else:
                 without_token.append(seq)
             lookup = self._lookups.get(seq.id)
             if lookup is not None:
                 lookup.note(len(seq.token_ids), len(drafts), max(0, num_new - 1))
         return without_token
+
+    def _note_verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        self.count(1 + num_accepted, num_drafts)
+        self._num_accepted += num_accepted
+        self.plan.note(seq, num_drafts, num_accepted)
 
     def note_duration(
         self,
@@ -284,6 +313,8 @@ class Drafts:
             if self.pause_left % _MEASURED_EVERY:
                 return
         has_drafted = drafts_on_device and any(batch.num_next_drafts)
+        rounds = self._num_rounds
+        seconds /= rounds
         if not self.pause_left:
             self.plan.note_gain(
                 batch,
@@ -292,9 +323,11 @@ class Drafts:
                 self._draft_seconds,
                 has_drafted=has_drafted,
                 are_prompts_left=are_prompts_left,
+                num_rounds=rounds,
             )
         if batch.total_seqs_num_decode and not batch.total_seqs_num_prefill:
-            seconds += self._schedule_seconds - self._draft_seconds
+            self._round_seconds = seconds
+            seconds += self._schedule_seconds / rounds - self._draft_seconds
             is_kept = self._drafts_by_model and bool(batch.num_next_drafts) and not any(batch.num_next_drafts)
             sizes = batch.total_seqs_num_decode, batch.total_tokens_num
             self.plan.note_step(*sizes, seconds, is_kept=is_kept, has_drafted=has_drafted)

@@ -8,11 +8,14 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.core.scheduler import Scheduler
 from engine.runner import drafting
 from engine.runner.drafting import ModelDrafter
+from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.demo import CHECKPOINT_DIR, DRAFT_HEAD_DIR
+from models.ops.cpu.draft_chain import MOST_ROUNDS
 from models.ops.cpu.runtime import load_library
 from tests.parity.test_model_drafters import Steps
 from tests.parity.test_worker_model_runner import runner_for
@@ -135,6 +138,50 @@ def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
     assert answered[0] == answered[1]
     assert made[0] == made[1]
     assert {len(drafts) for each in made[0] if each for drafts in each.values()} >= {0, 1, 4}
+
+
+class InRounds(Steps):
+    """Steps of up to four rounds, however long they take. Counts the rounds of each step."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.scheduler = Scheduler(runner.config, max_rounds=runner.max_rounds)
+        self.scheduler.drafts._round_seconds = 1e-9
+        self.rounds: list[int] = []
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        output = super().forward(batch)
+        self.rounds.append(output.num_rounds)
+        for seq_id, rounds in (output.verified_drafts or {}).items():
+            assert sum(1 + accepted for _, accepted in rounds) == len(output.token_ids[seq_id])
+        return output
+
+
+@pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_kvcache_blocks": 512},
+        {"num_kvcache_blocks": 44},
+        {"scheduling_policy": "mixed", "max_num_batched_tokens": 64, "max_model_len": 208, "num_kvcache_blocks": 512},
+    ],
+    ids=["enough blocks", "few blocks", "chunks and a short context"],
+)
+def test_several_rounds_of_a_step_generate_the_tokens_of_plain_steps(
+    params: tuple[SamplingParams, ...], fields: dict[str, Any]
+) -> None:
+    fields = {"max_num_seqs": 8, "max_model_len": 512, **fields}
+    drafting = {"speculative_config": {"num_speculative_tokens": 4, "speculative_method": "eagle"}}
+    found = []
+    for more in ({}, drafting):
+        runner = runner_for(CHECKPOINT_DIR, torch.bfloat16, **fields, **more)
+        runner.config = runner.config.model_copy(update={"num_kvcache_blocks": fields["num_kvcache_blocks"]})
+        steps = InRounds(runner)
+        found.append(steps.run(questions(params)[:12]))
+    assert found[0] == found[1]
+    assert MOST_ROUNDS in steps.rounds
+    assert steps.acceptance > 0.3
 
 
 def test_the_head_takes_no_more_than_a_megabyte() -> None:

@@ -372,3 +372,29 @@ def test_drafting_on_the_device_is_no_part_of_what_a_plain_step_costs() -> None:
     costs.note_step(1, 0.010)
     costs.note_drafting(DraftWork(0.002, 1, 3))
     assert costs.with_drafting(4, 1, 3) == pytest.approx(0.012)
+
+
+def tried(num_rows: int, num_rounds: int) -> DraftPlan:
+    """A plan without drafts that has just begun a try, whose drafts the next step verifies."""
+    plan, seqs = DraftPlan(K, by_model=True), [Sequence([1], 16, SamplingParams(), id=i) for i in range(num_rows)]
+    for size, seconds in ((num_rows, 1.0), (num_rows * (1 + K), 2.0)):
+        plan.costs.note_step(size, seconds)
+    plan.costs.note_drafting(DraftWork(0.3, num_rows, K))
+    plan._rate = 0.1
+    for _ in range(10_000):
+        plan.plan(seqs, ROOM, num_rounds=num_rounds)
+        if any(map(plan.limit, seqs)):
+            break
+    assert plan._num_tries == 1
+    plan.plan(seqs, ROOM, num_rounds=num_rounds)
+    return plan
+
+
+@pytest.mark.parametrize(("num_rows", "num_rounds", "goes_on"), [(2, 4, True), (2, 1, False), (16, 4, False)])
+def test_a_try_of_all_rows_drafts_on_in_a_step_of_several_rounds(
+    num_rows: int, num_rounds: int, goes_on: bool
+) -> None:
+    plan = tried(num_rows, num_rounds)
+    assert plan.is_idle is not goes_on
+    (seq,) = [Sequence([1], 16, SamplingParams(), id=0)]
+    assert (plan.limit(seq) > 0) is goes_on

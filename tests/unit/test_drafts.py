@@ -87,9 +87,9 @@ def test_while_drafts_do_not_pay_a_change_of_rows_ends_a_pause_without_plans(mon
     planned: list[int] = []
     plan = mine.plan.plan
 
-    def counted(rows: list[Sequence], room: int, num_steps: int) -> None:
+    def counted(rows: list[Sequence], room: int, num_steps: int, num_rounds: int) -> None:
         planned.append(num_steps)
-        plan(rows, room, num_steps)
+        plan(rows, room, num_steps, num_rounds)
 
     monkeypatch.setattr(mine.plan, "plan", counted)
     for step in range(1, 301):
@@ -192,3 +192,39 @@ def test_a_prompt_without_memory_costs_no_drafts() -> None:
     mine.retract(rows.values())
     assert mine.shrink_steps(batch.total_tokens_num, len(rows))
     assert mine.limits.num_tokens < 64
+
+
+def test_the_drafts_of_all_rounds_of_a_step_are_counted() -> None:
+    mine, seqs = drafts(speculative_method="eagle"), running(3)
+    output = ScheduledBatchOutput(
+        {0: (1, 2, 3, 9, 8), 1: (4,), 2: ()},
+        draft_token_ids={0: [5], 1: [], 2: []},
+        num_rounds=3,
+        verified_drafts={0: [(2, 1), (4, 2), (0, 0)], 1: [(0, 0)], 2: []},
+    )
+    assert mine.take(seqs, output, {0: [1, 7], 2: [6]}) == [seqs[2]]
+    assert (mine.num_verifications, mine.num_proposed, mine.num_accepted) == (2, 6, 3)
+    assert mine.accepted_by_position[:2] == [2, 1]
+    assert [seq.spec_token_ids for seq in seqs] == [[5], [], []]
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0005, 4), (0.0025, 2), (0.1, 1)])
+def test_a_step_has_as_many_rounds_as_keep_it_short(seconds: float, rounds: int) -> None:
+    config = SimpleNamespace(
+        speculative_config=SpeculativeConfig(speculative_method="eagle", num_speculative_tokens=3)
+    )
+    mine, seqs = Drafts(config, 4, max_rounds=4), running(2)
+    assert mine.num_rounds == 1, "the duration of a step is not known"
+    mine.note_duration(ScheduledBatch({seq.id: seq for seq in seqs}, [1, 1], 2, 0, 2, 2, 0, 2), seconds)
+    assert mine.num_rounds == rounds
+    assert mine.num_lookahead_tokens == 3 + 4 * (rounds - 1)
+
+
+def test_the_seconds_of_a_step_count_for_each_of_its_rounds() -> None:
+    mine, seqs = drafts(speculative_method="eagle"), running(2)
+    output = ScheduledBatchOutput(
+        {0: (1, 2), 1: (1, 2)}, num_rounds=2, verified_drafts={0: [(0, 0), (0, 0)], 1: [(0, 0), (0, 0)]}
+    )
+    mine.take(seqs, output, {})
+    mine.note_duration(ScheduledBatch({seq.id: seq for seq in seqs}, [1, 1], 2, 0, 2, 2, 0, 2, num_spec_step=3), 0.5)
+    assert mine.plan.costs.step(2) == pytest.approx(0.25)

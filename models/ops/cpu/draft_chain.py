@@ -10,6 +10,9 @@ are the inputs of the first pass, at the positions of the step:
 
     target's pass -> its head -> first pass; which drafts are accepted -> last accepted entry of each row -> ...
 
+Such a call is one round. An operator prepares the step that verifies the drafts of a round, so that the next round
+follows without any work of the host.
+
 Heads take the argmax, or sample with each sequence's parameters and the noise of the token's position.
 """
 
@@ -24,7 +27,21 @@ import torch
 from models.ops.cpu.program import Program
 from models.ops.cpu.runtime import Library, Operations
 from models.ops.cpu.sampling import GreedyHead, SampledHead
-from models.ops.cpu.structures import AcceptDrafts, Arguments, CopyRows, OnStep, Step, TakeDrafts
+from models.ops.cpu.structures import (
+    AcceptDrafts,
+    Arguments,
+    CopyRows,
+    NextRound,
+    OnStep,
+    Sampling,
+    Step,
+    TakeDrafts,
+)
+
+MOST_ROUNDS = 4
+"""The most rounds of one `DraftChain.verify`."""
+_MOST_ACCEPTED = 17
+"""The most tokens of a row in a round: one more than the most drafts of `SpeculativeConfig`."""
 
 _Ints = npt.NDArray[np.int64]
 
@@ -32,14 +49,16 @@ _Ints = npt.NDArray[np.int64]
 class Verified(NamedTuple):
     """The result of `DraftChain.verify`. All arrays are valid until the next call."""
 
-    token_ids: _Ints  # [T]
-    peaks: npt.NDArray[np.float32]  # [T], the largest logits
-    hidden: torch.Tensor  # [T, hidden_size], the target's final hidden states
+    token_ids: _Ints  # [B, tokens], the accepted tokens of each row, then any others
+    num_accepted: _Ints  # [B], number of accepted tokens of each row; 0 if its first logits have no finite maximum
+    counted: _Ints
+    """Number of drafts that each row verified in a round, and number of accepted tokens. # [rounds, 2, B]"""
+    hidden: torch.Tensor  # [T, hidden_size], the target's final hidden states in the last round
     rows: _Ints  # [drafting rows], index of each row in the step
     drafts: _Ints  # [most, drafting rows], see `DraftChain.run`
     counts: _Ints  # [drafting rows], number of drafts of each row
     seconds: float
-    """Time that drafting took."""
+    """Time that drafting took in all rounds."""
 
 
 HeadKind = TypeVar("HeadKind", GreedyHead, SampledHead)
@@ -67,12 +86,14 @@ class DraftChain:
         block_size: int,
         max_len: int,
         target: Program | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         """`first`: the pass over a step's entries. `following`: the pass over one entry per row, whose input is the
         previous pass's output. `sampled`: heads for rows that sample; None if all rows take the argmax. `max_len`:
         length limit of sequences. `target`: for `verify`, the pass of the model whose final hidden states `first`
-        reads.
+        reads. `sampling`: holds the tokens of all slots, to which `verify` adds the accepted ones.
         """
+        self._sampling = sampling
         self._target = target
         self._max_len = max_len
         self._library, self._first, self._following = library, first, following
@@ -100,8 +121,8 @@ class DraftChain:
         """Position of an entry's drafted token minus the entry's position."""
         self._chains: dict[tuple[int, bool], tuple[Operations, _Ints]] = {}
         """Operators and memory for drafts, by the number of drafts and whether they are sampled."""
-        self._verifying: dict[tuple[int, bool], tuple[Operations, _Ints]] = {}
-        """Like `_chains`, with the target's step first."""
+        self._verifying: dict[tuple[int, bool], tuple[Operations, _Ints, NextRound]] = {}
+        """Like `_chains`, with the target's step first, and the last operator."""
         self._order, self._wanted, self._num_blocks, self._slots_of_rows = np.zeros((4, max_rows), dtype=np.int64)
         self._slots_of_tokens = np.zeros(0 if greedy.target is None else greedy.target.max_rows, dtype=np.int64)
         self._entries = Step()
@@ -109,6 +130,7 @@ class DraftChain:
         self._tables = np.zeros((0, 0), dtype=np.int32)
         self._accept = {is_sampled: AcceptDrafts() for is_sampled in (False, True)}
         self._num_drafting, self._began = np.zeros(1, dtype=np.int64), np.zeros(1)
+        self._rounds = _Rounds(max_rows, len(self._slots_of_tokens))
 
     @property
     def samples(self) -> bool:
@@ -151,7 +173,7 @@ class DraftChain:
     @property
     def verifies(self) -> bool:
         """Whether the chain has a target, so that `verify` can be called."""
-        return self._target is not None
+        return self._target is not None and self._sampling is not None
 
     def holds(self, num_rows: int, num_tokens: int) -> bool:
         """Whether a step of this size fits the memory of `verify`."""
@@ -171,8 +193,14 @@ class DraftChain:
         slots: _Ints,
         block_tables: npt.NDArray[np.int32],
         is_sampled: bool,
+        limits: _Ints | None = None,
+        num_rounds: int = 1,
     ) -> Verified:
         """Compute a step of the target, in which a row's tokens after the first are drafts, and draft after it.
+
+        With `num_rounds`, these drafts are then verified in the same way, up to so many rounds in total; a row leaves
+        when it has `limits` tokens, and the rounds end when a row lacks a block. Stores the accepted tokens of each
+        slot.
 
         The first three arguments: see `Program.run`. The target chooses a token after each of the step's tokens. Up to
         `wanted` drafts are made for each row, limited by its `num_blocks` blocks and the context length. A row has
@@ -196,20 +224,29 @@ class DraftChain:
         width = block_tables.shape[1]
         if self._tables.shape[1] != width:
             self._tables = np.zeros((self.max_rows, width), dtype=np.int32)
+        key = most, is_sampled
+        operations, drafts, following = self._verifying.get(key) or self._verification(most, is_sampled=is_sampled)
         own, accept = self._step, self._accept[is_sampled]
         own.block_tables, own.max_blocks = self._tables.ctypes.data, width
         accept.verified, accept.tables, accept.blocks = ctypes.addressof(step), block_tables.ctypes.data, width
-        operations, drafts = self._verifying.get((most, is_sampled)) or self._verification(most, is_sampled=is_sampled)
-        self._library.run(operations, step)
+        following.step, following.tables, following.blocks = accept.verified, accept.tables, width
+        rounds = self._rounds
+        rounds.begin(num_rows, width, limits)
+        seconds, count = 0.0, 0
+        while count < num_rounds and (count == 0 or rounds.continues[0]):
+            self._library.run(operations, step)
+            seconds += time.perf_counter() - self._began[0]
+            count += 1
         num_drafting = int(self._num_drafting[0])
         return Verified(
-            head.token_ids[:num_tokens],
-            head.peaks[:num_tokens],
-            program.output[:num_tokens],
+            rounds.accepted[:num_rows],
+            rounds.num_accepted[:num_rows],
+            rounds.counted[:count, :, :num_rows],
+            program.output[: step.num_tokens],
             self._order[:num_drafting],
             drafts[:, :num_drafting],
             self._counts[:num_drafting],
-            time.perf_counter() - float(self._began[0]),
+            float(seconds),
         )
 
     def _heads(self, is_sampled: bool) -> ChainHeads[GreedyHead] | ChainHeads[SampledHead]:
@@ -223,7 +260,7 @@ class DraftChain:
         self._chains[most, is_sampled] = Operations([*self._first.arguments, *after]), drafts
         return self._chains[most, is_sampled]
 
-    def _verification(self, most: int, *, is_sampled: bool) -> tuple[Operations, _Ints]:
+    def _verification(self, most: int, *, is_sampled: bool) -> tuple[Operations, _Ints, NextRound]:
         program, (drafting_head, head) = self._target, self._heads(is_sampled)
         assert program is not None
         assert head is not None
@@ -245,9 +282,40 @@ class DraftChain:
         arguments: list[Arguments] = [*program.arguments, *_choice(head, self._slots_of_tokens, 1)]
         arguments += [_copy(program, self._first.states, None), accept]
         arguments += (_on(each, self._entries) for each in self._first.arguments)
-        arguments += self._drafts_after_first(drafts, drafting_head)
-        self._verifying[most, is_sampled] = Operations(arguments), drafts
+        following = self._following_round(drafts, accept)
+        arguments += [*self._drafts_after_first(drafts, drafting_head), following]
+        self._verifying[most, is_sampled] = Operations(arguments), drafts, following
         return self._verifying[most, is_sampled]
+
+    def _following_round(self, drafts: _Ints, accept: AcceptDrafts) -> NextRound:
+        assert self._sampling is not None, "`verifies` says so"
+        rounds = self._rounds
+        return NextRound(
+            peaks=accept.peaks,
+            tokens=accept.tokens,
+            first=ctypes.addressof(self._entries),
+            buffers=ctypes.addressof(rounds.buffers),
+            rows=accept.rows,
+            row_of=rounds.row_of.ctypes.data,
+            wanted=accept.wanted,
+            num_blocks=accept.num_blocks,
+            limits=rounds.limits.ctypes.data,
+            block_size=self._block_size,
+            max_len=self._max_len,
+            order=accept.order,
+            counts=accept.counts,
+            num_drafting=accept.num_drafting,
+            drafts=drafts.ctypes.data,
+            max_rows=self.max_rows,
+            by=ctypes.addressof(self._sampling),
+            slots=self._slots_of_tokens.ctypes.data,
+            accepted=rounds.accepted.ctypes.data,
+            num_accepted=rounds.num_accepted.ctypes.data,
+            capacity=rounds.accepted.shape[1],
+            counted=rounds.counted.ctypes.data,
+            round=rounds.number.ctypes.data,
+            continues=rounds.continues.ctypes.data,
+        )
 
     def _drafts_after_first(self, drafts: _Ints, head: GreedyHead | SampledHead) -> list[Arguments]:
         arguments: list[Arguments] = [_copy(self._first, self._states, self._last), *self._draft(0, drafts, head)]
@@ -271,6 +339,35 @@ class DraftChain:
         )
         # `next` holds the position of the coming entry for the first draft, and of the previous entry afterwards.
         return [*_choice(head, self._drafting_slots, self._token_offset + (depth > 0)), take]
+
+
+class _Rounds:
+    """The memory of successive rounds: see `struct next_round`."""
+
+    def __init__(self, max_rows: int, max_tokens: int) -> None:
+        self.row_of, self.limits, self.num_accepted = np.zeros((3, max_rows), dtype=np.int64)
+        self.accepted = np.zeros((max_rows, MOST_ROUNDS * _MOST_ACCEPTED), dtype=np.int64)
+        self.counted = np.zeros((MOST_ROUNDS, 2, max_rows), dtype=np.int64)
+        self.number, self.continues = np.zeros((2, 1), dtype=np.int64)
+        self.buffers = (Step * 2)()
+        self._first_rows = np.arange(max_rows)
+        self._of_tokens = np.zeros((2, 3, max_tokens), dtype=np.int64)
+        self._of_rows = np.zeros((2, 2, max_rows + 1), dtype=np.int32)
+        self._tables = np.zeros((2, 0, 0), dtype=np.int32)
+        for buffer, tokens, rows in zip(self.buffers, self._of_tokens, self._of_rows, strict=True):
+            buffer.input_ids, buffer.positions, buffer.slots = (each.ctypes.data for each in tokens)
+            buffer.query_starts, buffer.seq_lens = (each.ctypes.data for each in rows)
+
+    def begin(self, num_rows: int, width: int, limits: _Ints | None) -> None:
+        """Prepare the first round, with block tables of `width` blocks. `limits`: None if there is only one."""
+        if self._tables.shape[2] != width:
+            self._tables = np.zeros((2, len(self.row_of), width), dtype=np.int32)
+            for buffer, table in zip(self.buffers, self._tables, strict=True):
+                buffer.block_tables, buffer.max_blocks = table.ctypes.data, width
+        self.row_of[:num_rows] = self._first_rows[:num_rows]
+        self.limits[:num_rows] = 0 if limits is None else limits
+        self.num_accepted[:num_rows] = self.number[0] = 0
+        self.counted.fill(0)
 
 
 def _sampling_of(head: GreedyHead | SampledHead) -> int | None:

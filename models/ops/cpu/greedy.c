@@ -130,6 +130,13 @@ static int64_t room_of(const struct accept_drafts *op, int64_t row, int64_t posi
     return max64(0, min64(op->wanted[row], min64(of_blocks, of_context)));
 }
 
+/* The last of a row's tokens, from `first` to `past`, that is not a rejected draft. */
+static int64_t last_accepted(const struct step *step, const float *peaks, const int64_t *tokens, int64_t first,
+                             int64_t past) {
+    while (first + 1 < past && isfinite(peaks[first]) && tokens[first] == step->input_ids[first + 1]) first++;
+    return first;
+}
+
 /* One task. */
 void accept_drafts(const void *arguments, const struct step *step, struct worker *worker) {
     const struct accept_drafts *op = arguments;
@@ -144,8 +151,7 @@ void accept_drafts(const void *arguments, const struct step *step, struct worker
         for (int64_t row = 0; row < verified->num_rows; row++) {
             int64_t last = verified->query_starts[row], past = verified->query_starts[row + 1];
             if (op->wanted[row] < count) continue;
-            while (last + 1 < past && isfinite(op->peaks[last]) && op->tokens[last] == verified->input_ids[last + 1])
-                last++;
+            last = last_accepted(verified, op->peaks, op->tokens, last, past);
             int64_t position = (int32_t)verified->positions[last];
             if (!isfinite(op->peaks[last]) || room_of(op, row, position) != count) continue;
             op->order[num_rows] = row, op->last[num_rows] = last, op->counts[num_rows] = count;
@@ -160,4 +166,72 @@ void accept_drafts(const void *arguments, const struct step *step, struct worker
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     *op->began = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* The index among the rows that draft of row `row`; their number if it is not one of them. */
+static int64_t drafting_index(const struct next_round *op, int64_t row) {
+    int64_t index = 0;
+    while (index < *op->num_drafting && op->order[index] != row) index++;
+    return index;
+}
+
+/* Add a row to the next round: its last token, which lies at `position`, and its drafts. Returns whether there is room
+ * for the token. */
+static int add_to_round(const struct next_round *op, struct step *to, int64_t row, int64_t position, int64_t token,
+                        int64_t index) {
+    int64_t slot = op->rows[row], at = (int32_t)position, start = to->num_tokens;
+    const int32_t *table = op->tables + slot * op->blocks;
+    int64_t room = min64(min64(op->num_blocks[row] * op->block_size, op->max_len), op->limits[row] - 1) - at;
+    int64_t most = index < *op->num_drafting ? min64(op->counts[index], room - 1) : 0;
+    if (room < 1) return 0;
+    ((int32_t *)to->query_starts)[to->num_rows] = (int32_t)start;
+    for (int64_t i = 0; i <= most && token >= 0; i++, to->num_tokens++) {
+        int64_t here = at + i;
+        ((int64_t *)to->input_ids)[start + i] = token;
+        ((int64_t *)to->positions)[start + i] = position + i;
+        ((int64_t *)to->slots)[start + i] = table[here / op->block_size] * op->block_size + here % op->block_size;
+        op->slots[start + i] = slot;
+        *known_token(op->by, slot, here) = (int32_t)token;
+        token = i < most ? op->drafts[i * op->max_rows + index] : -1;
+    }
+    int64_t length = at + to->num_tokens - start;
+    ((int32_t *)to->seq_lens)[to->num_rows] = (int32_t)length;
+    memcpy((int32_t *)to->block_tables + to->num_rows * op->blocks, table, parts(length, op->block_size) * sizeof(int32_t));
+    op->rows[to->num_rows] = slot, op->row_of[to->num_rows] = op->row_of[row];
+    op->wanted[to->num_rows] = op->wanted[row], op->num_blocks[to->num_rows] = op->num_blocks[row];
+    op->limits[to->num_rows++] = op->limits[row];
+    return 1;
+}
+
+/* One task. The arrays of rows are compacted in place, which rows that were read already permit. */
+void next_round(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct next_round *op = arguments;
+    (void)step;
+    if (take_task(worker)) return;
+    const struct step of = *op->step;
+    struct step to = op->buffers[*op->round % 2];
+    int64_t *drafted = op->counted + *op->round * 2 * op->max_rows, *accepted = drafted + op->max_rows, continues = 1;
+    to.num_tokens = to.num_rows = 0;
+    for (int64_t row = 0; row < of.num_rows; row++) {
+        int64_t first = of.query_starts[row], past = of.query_starts[row + 1], origin = op->row_of[row];
+        int64_t last = last_accepted(&of, op->peaks, op->tokens, first, past), index = drafting_index(op, row);
+        int64_t count = last - first + (isfinite(op->peaks[last]) != 0), *total = &op->num_accepted[origin];
+        drafted[origin] = past - first - 1, accepted[origin] = count;
+        for (int64_t i = 0; i < count; i++) {
+            op->accepted[origin * op->capacity + (*total)++] = op->tokens[first + i];
+            *known_token(op->by, op->rows[row], (int32_t)of.positions[first + i] + 1) = (int32_t)op->tokens[first + i];
+        }
+        int64_t length = (int32_t)of.positions[last] + 2;
+        if (first + count <= last) continues = 0; /* A logit is no number: a step of its own finds out why. */
+        else if (length < op->limits[row])
+            continues &= add_to_round(op, &to, row, of.positions[last] + 1, op->tokens[last], index);
+        if (index < *op->num_drafting) op->order[index] = -1 - origin;
+    }
+    for (int64_t index = 0; index < *op->num_drafting; index++) op->order[index] = -1 - op->order[index];
+    ((int32_t *)to.query_starts)[to.num_rows] = (int32_t)to.num_tokens;
+    *op->continues = continues && to.num_rows;
+    ++*op->round;
+    if (!*op->continues) return;
+    *op->step = *op->first = to;
+    op->first->input_ids = op->tokens;
 }

@@ -23,7 +23,7 @@ operator *const operators[OPERATORS] = {
     [DELTA_RULE] = delta_rule, [SELECTIVE_SCAN] = selective_scan,
     [QUANTIZED_GATED_LINEAR] = quantized_gated_linear,
     [SAMPLE_TOKENS] = sample_tokens, [ROTATE_HEADS] = rotate_heads, [SELECT_KEYS] = select_keys,
-    [VERIFY_DRAFTS] = verify_drafts,
+    [VERIFY_DRAFTS] = verify_drafts, [NEXT_ROUND] = next_round,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -79,6 +79,7 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [ROTATE_HEADS] = sizeof(struct rotate_heads),
     [SELECT_KEYS] = sizeof(struct select_keys),
     [VERIFY_DRAFTS] = sizeof(struct verify_drafts),
+    [NEXT_ROUND] = sizeof(struct next_round),
 };
 
 /* By this, callers check that they have the same arguments; 0 for an unknown operator. */

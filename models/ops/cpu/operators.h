@@ -35,6 +35,7 @@ enum {
     SAMPLE_TOKENS,
     ROTATE_HEADS, SELECT_KEYS,
     VERIFY_DRAFTS,
+    NEXT_ROUND,
     OPERATORS
 };
 
@@ -405,6 +406,35 @@ struct take_drafts {
     int64_t ahead;         /* positions from an entry to its token */
 };
 
+/* After `accept_drafts` and the drafts of its rows: stores the accepted tokens, and prepares the step that verifies these
+ * drafts. Rows that have reached their limit are left out of it. */
+struct next_round {
+    const float *peaks;    /* [tokens] as the target's head wrote them */
+    const int64_t *tokens; /* [tokens] */
+    struct step *step;     /* B rows, as in `accept_drafts`; afterwards those of the next round */
+    struct step *first;    /* of the drafter's first pass; afterwards the next round's, which reads `tokens` */
+    struct step *buffers;  /* [2] arrays for the next rounds, which are used in turn */
+    int64_t *rows;         /* [B] slot of each row */
+    int64_t *row_of;       /* [B] index that each row had in the first round */
+    int64_t *wanted, *num_blocks; /* [B] as in `accept_drafts` */
+    int64_t *limits;       /* [B] tokens at which each row ends */
+    const int32_t *tables; /* [slots, blocks] */
+    int64_t blocks, block_size;
+    int64_t max_len;       /* tokens of the longest sequence */
+    int64_t *order;        /* as `accept_drafts` wrote it; afterwards indexes of the first round's rows */
+    const int64_t *counts, *num_drafting; /* as `accept_drafts` wrote them */
+    const int64_t *drafts; /* [most][max_rows] as `take_drafts` wrote them */
+    int64_t max_rows;
+    const struct sampling *by; /* to whose tokens accepted ones and drafts are added */
+    int64_t *slots;        /* [tokens] slot of each of the next step's tokens */
+    int64_t *accepted;     /* [max_rows][capacity] accepted tokens of each row, by `row_of` */
+    int64_t *num_accepted; /* [max_rows] number of them so far */
+    int64_t capacity;
+    int64_t *counted;      /* [rounds][2][max_rows] drafts that each row verified in a round, and the accepted ones */
+    int64_t *round;        /* [1] number of this round, from 0; afterwards the next one's */
+    int64_t *continues;    /* [1] whether the next round can be computed */
+};
+
 /* The same operators for weights of 8 or 4 bits, packed as in quantized.h; `pack` rounds. */
 struct quantized_linear {
     struct linear linear;
@@ -699,7 +729,7 @@ operator short_conv, state_space, group_norm, scale_rows;
 operator delta_rule, selective_scan;
 operator copy_rows, share_tokens, await_answers, on_step;
 operator all_reduce;
-operator greedy_head, greedy_choice, take_drafts, accept_drafts;
+operator greedy_head, greedy_choice, take_drafts, accept_drafts, next_round;
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear, gated_linear;
 operator position_scales;
 operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear, quantized_gated_linear;

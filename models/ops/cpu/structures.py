@@ -268,6 +268,17 @@ class AcceptDrafts(Arguments):
     )
 
 
+class NextRound(Arguments):
+    """`struct next_round`."""
+
+    kind = 52
+    _fields_: ClassVar = _declared(
+        "*peaks *tokens *step *first *buffers *rows *row_of *wanted *num_blocks *limits *tables blocks block_size "
+        "max_len *order *counts *num_drafting *drafts max_rows *by *slots *accepted *num_accepted capacity *counted "
+        "*round *continues"
+    )
+
+
 class QuantizedLinear(Arguments):
     """`struct quantized_linear`."""
 
