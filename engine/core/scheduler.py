@@ -293,8 +293,10 @@ class Scheduler:
             return None
         is_current = not self._submitted or self._has_device_drafts()
         step.num_next_drafts = self.drafts.num_next(step.seqs.values(), step.num_decodes, is_current=is_current)
-        if step.drafts and not step.num_prefills and not self._prefilling and not (self.waiting and self._has_slot()):
+        is_awaited = bool(self._prefilling) or (bool(self.waiting) and self._has_slot())
+        if step.drafts and not step.num_prefills and not is_awaited and self.drafts.num_rounds > 1:
             step.num_rounds = self.drafts.num_rounds
+            self._charge_rounds(step)
         return step.batch()
 
     def schedule_only(self, seqs: Collection[Sequence]) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
@@ -500,6 +502,14 @@ class Scheduler:
             self._shares.charge(seq.owner, len(tokens) / seq.weight)
         return True
 
+    def _charge_rounds(self, step: StepBuilder) -> None:
+        """Charge the owners for the further rounds of a step, as if each verified as many drafts as the first."""
+        costs: dict[str, float] = {}
+        for seq in step.seqs.values():
+            costs[seq.owner] = costs.get(seq.owner, 0.0) + (1 + len(step.drafts.get(seq.id, ()))) / seq.weight
+        for owner, cost in costs.items():
+            self._shares.charge(owner, (step.num_rounds - 1) * cost)
+
     def _current_decode_rows(self) -> tuple[DecodeRows, list[int]]:
         """The running sequences whose prompts are computed, with their numbers of tokens.
 
@@ -638,7 +648,7 @@ class Scheduler:
             batch, seconds, drafts_on_device=drafts_on_device, are_prompts_left=bool(self._prefilling)
         )
         if self.step_budget is not None:
-            self.step_budget.note(batch, seconds)
+            self.step_budget.note(batch, seconds / self.drafts.num_rounds_read)
 
     def drop_steps(self) -> None:
         """Requeue the sequences of all submitted steps, none of which will be read, since the device failed."""

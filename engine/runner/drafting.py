@@ -251,12 +251,13 @@ class ModelDrafter:
         step: Step | None,
         wanted: _Ints,
         limits: _Ints | None = None,
+        ends: _Ints | None = None,
         num_rounds: int = 1,
     ) -> Verified | None:
         """Compute a step of the target and the drafts after it by the operators, without work of the host in between.
 
-        Returns None where these cannot compute both. The step has decodes only. `wanted` is as in `draft`, and
-        `limits` and `num_rounds` are as in `DraftChain.verify`. The caller calls `take` afterwards. # 2 x [T]
+        Returns None where these cannot compute both. The step has decodes only. `wanted` is as in `draft`; the
+        last three arguments are as in `DraftChain.verify`. The caller calls `take` afterwards. # 2 x [T]
         """
         chain, slots, num_tokens = self._passes.chain, inputs.slots, len(inputs.input_ids)
         if chain is None or step is None or not chain.verifies or self._sampled:
@@ -286,6 +287,7 @@ class ModelDrafter:
             block_tables=self._input_batch.block_table,
             is_sampled=not is_greedy,
             limits=limits,
+            ends=ends,
             num_rounds=num_rounds,
         )
 

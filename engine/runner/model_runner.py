@@ -51,6 +51,7 @@ from engine.sampling.logprobs import compute_prompt_logits, read_prompt_logprobs
 from engine.sampling.parameters import SamplingRows
 from engine.sampling.sampler import LaunchedTokens, SampledTokens, Sampler, argmax_of_shard, argmax_over_ranks
 from engine.sampling.verification import NO_TOKEN
+from engine.sequence import Sequence
 from engine.speculative.drafts import max_sampled_tokens
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM
@@ -107,6 +108,8 @@ class ModelRunner:
         self._chooses_by_shard = False
         """Whether the ranks reduce their argmax tokens in the running step, in place of gathering logits."""
         self._last_step_seconds = 0.0
+        self._ends: tuple[frozenset[int | None], npt.NDArray[np.int64]] = frozenset(), _NO_TOKENS
+        """The tokens that end the sequences of the latest step of several rounds, as a set and as an array."""
 
         self.num_slots = config.max_num_seqs if num_slots is None else num_slots
         # A cache of one block belongs to the step that measures memory.
@@ -710,9 +713,10 @@ class ModelRunner:
             or inputs.adapters is not None
         ):
             return None
-        limits = None
+        limits = ends = None
         if batch.num_rounds > 1:
             limits = np.array([seq.decode_limit for seq in batch.sequences], dtype=np.int64)
+            ends = self._common_ends(batch.sequences)
         return self.drafter.verify(
             inputs,
             on_device.input_ids,
@@ -720,8 +724,18 @@ class ModelRunner:
             on_device.metadata.step,
             np.array(batch.num_next_drafts, dtype=np.int64),
             limits,
+            ends,
             batch.num_rounds,
         )
+
+    def _common_ends(self, seqs: list[Sequence]) -> npt.NDArray[np.int64]:
+        """The tokens that end these sequences, if they are the same for all; otherwise none."""
+        tokens = seqs[0].end_tokens
+        if any(seq.end_tokens is not tokens and seq.end_tokens != tokens for seq in seqs):
+            return _NO_TOKENS
+        if self._ends[0] is not tokens:
+            self._ends = tokens, np.array([each for each in tokens if each is not None], dtype=np.int64)
+        return self._ends[1]
 
     def _finish_verified(self, batch: ScheduledBatch, inputs: StepInputs, verified: Verified) -> ScheduledBatchOutput:
         """As `finish`, for a step whose tokens and drafts were computed by one call of the operators."""

@@ -205,9 +205,7 @@ def output_of(
             token_ids[ids[index]] = (*token_ids.get(ids[index], ()), int(sampled.token_ids[index]))
             if index in sampled.logprobs:
                 logprobs.setdefault(ids[index], []).append(sampled.logprobs[index])
-    errors = {
-        ids[index]: not_finite(int(inputs.sampled_positions[index]), dtype) for index in sampled.non_finite
-    }
+    errors = {ids[index]: not_finite(int(inputs.sampled_positions[index]), dtype) for index in sampled.non_finite}
     refusals = {ids[index]: reason for index, reason in sampled.refused.items()}
     for seq_id in (*errors, *refusals):
         token_ids.pop(seq_id, None)

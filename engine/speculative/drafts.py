@@ -91,7 +91,7 @@ class Drafts:
         """Seconds of drafting in the step that was read last."""
         self._num_accepted = 0
         """Number of drafts accepted in that step."""
-        self._num_rounds = 1
+        self.num_rounds_read = 1
         """Number of rounds of that step."""
         self._began, self._schedule_seconds = 0.0, 0.0
         """Time at which scheduling of the last step began, and its duration where a model drafts."""
@@ -148,7 +148,7 @@ class Drafts:
         self._shorten(seqs, room)
         self.pause_left = self._pause_length = 0 if self._has_proposed else self.plan.num_unplanned
         if self.pause_left:
-            self._draft_seconds, self._num_accepted = 0.0, 0
+            self._draft_seconds, self._num_accepted, self.num_rounds_read = 0.0, 0, 1
         self._is_stopped = self.plan.net_gain.is_stopped
         self._paused_rows = len(seqs)
 
@@ -254,7 +254,7 @@ class Drafts:
         that got no token because of their drafts; KV in their last blocks may be invalid.
         """
         without_token: list[Sequence] = []
-        self._draft_seconds, self._num_accepted, self._num_rounds = 0.0, 0, fwd_output.num_rounds
+        self._draft_seconds, self._num_accepted, self.num_rounds_read = 0.0, 0, fwd_output.num_rounds
         proposed, failed = fwd_output.draft_token_ids or {}, {*(fwd_output.errors or ()), *(fwd_output.refusals or ())}
         work, rounds = fwd_output.draft_work, fwd_output.verified_drafts
         if work is not None:
@@ -313,7 +313,7 @@ class Drafts:
             if self.pause_left % _MEASURED_EVERY:
                 return
         has_drafted = drafts_on_device and any(batch.num_next_drafts)
-        rounds = self._num_rounds
+        rounds = self.num_rounds_read
         seconds /= rounds
         if not self.pause_left:
             self.plan.note_gain(

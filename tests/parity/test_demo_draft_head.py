@@ -141,7 +141,7 @@ def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
 
 
 class InRounds(Steps):
-    """Steps of up to four rounds, however long they take. Counts the rounds of each step."""
+    """Steps of as many rounds as there may be, however long they take. Counts the rounds of each step."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)

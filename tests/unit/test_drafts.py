@@ -208,12 +208,12 @@ def test_the_drafts_of_all_rounds_of_a_step_are_counted() -> None:
     assert [seq.spec_token_ids for seq in seqs] == [[5], [], []]
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(0.0005, 4), (0.0025, 2), (0.1, 1)])
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0005, 8), (0.0025, 2), (0.1, 1)])
 def test_a_step_has_as_many_rounds_as_keep_it_short(seconds: float, rounds: int) -> None:
     config = SimpleNamespace(
         speculative_config=SpeculativeConfig(speculative_method="eagle", num_speculative_tokens=3)
     )
-    mine, seqs = Drafts(config, 4, max_rounds=4), running(2)
+    mine, seqs = Drafts(config, 4, max_rounds=8), running(2)
     assert mine.num_rounds == 1, "the duration of a step is not known"
     mine.note_duration(ScheduledBatch({seq.id: seq for seq in seqs}, [1, 1], 2, 0, 2, 2, 0, 2), seconds)
     assert mine.num_rounds == rounds

@@ -38,7 +38,7 @@ from models.ops.cpu.structures import (
     TakeDrafts,
 )
 
-MOST_ROUNDS = 4
+MOST_ROUNDS = 8
 """The most rounds of one `DraftChain.verify`."""
 _MOST_ACCEPTED = 17
 """The most tokens of a row in a round: one more than the most drafts of `SpeculativeConfig`."""
@@ -194,13 +194,15 @@ class DraftChain:
         block_tables: npt.NDArray[np.int32],
         is_sampled: bool,
         limits: _Ints | None = None,
+        ends: _Ints | None = None,
         num_rounds: int = 1,
     ) -> Verified:
         """Compute a step of the target, in which a row's tokens after the first are drafts, and draft after it.
 
         With `num_rounds`, these drafts are then verified in the same way, up to so many rounds in total; a row leaves
-        when it has `limits` tokens, and the rounds end when a row lacks a block. Stores the accepted tokens of each
-        slot.
+        when it has `limits` tokens or one of the tokens `ends`, and the rounds end when a row lacks a block. Stores
+        the accepted tokens of each slot. # [B], [any]
+
 
         The first three arguments: see `Program.run`. The target chooses a token after each of the step's tokens. Up to
         `wanted` drafts are made for each row, limited by its `num_blocks` blocks and the context length. A row has
@@ -229,6 +231,7 @@ class DraftChain:
         own, accept = self._step, self._accept[is_sampled]
         own.block_tables, own.max_blocks = self._tables.ctypes.data, width
         accept.verified, accept.tables, accept.blocks = ctypes.addressof(step), block_tables.ctypes.data, width
+        following.ends, following.num_ends = (None, 0) if ends is None else (ends.ctypes.data, len(ends))
         following.step, following.tables, following.blocks = accept.verified, accept.tables, width
         rounds = self._rounds
         rounds.begin(num_rows, width, limits)
@@ -239,7 +242,7 @@ class DraftChain:
             count += 1
         num_drafting = int(self._num_drafting[0])
         return Verified(
-            rounds.accepted[:num_rows],
+            rounds.accepted[:num_rows, : rounds.num_accepted[:num_rows].max()],
             rounds.num_accepted[:num_rows],
             rounds.counted[:count, :, :num_rows],
             program.output[: step.num_tokens],

@@ -203,6 +203,12 @@ static int add_to_round(const struct next_round *op, struct step *to, int64_t ro
     return 1;
 }
 
+static int is_end(const struct next_round *op, int64_t token) {
+    for (int64_t i = 0; i < op->num_ends; i++)
+        if (op->ends[i] == token) return 1;
+    return 0;
+}
+
 /* One task. The arrays of rows are compacted in place, which rows that were read already permit. */
 void next_round(const void *arguments, const struct step *step, struct worker *worker) {
     const struct next_round *op = arguments;
@@ -216,14 +222,16 @@ void next_round(const void *arguments, const struct step *step, struct worker *w
         int64_t first = of.query_starts[row], past = of.query_starts[row + 1], origin = op->row_of[row];
         int64_t last = last_accepted(&of, op->peaks, op->tokens, first, past), index = drafting_index(op, row);
         int64_t count = last - first + (isfinite(op->peaks[last]) != 0), *total = &op->num_accepted[origin];
+        int ends = 0;
         drafted[origin] = past - first - 1, accepted[origin] = count;
         for (int64_t i = 0; i < count; i++) {
+            ends |= is_end(op, op->tokens[first + i]);
             op->accepted[origin * op->capacity + (*total)++] = op->tokens[first + i];
             *known_token(op->by, op->rows[row], (int32_t)of.positions[first + i] + 1) = (int32_t)op->tokens[first + i];
         }
         int64_t length = (int32_t)of.positions[last] + 2;
         if (first + count <= last) continues = 0; /* A logit is no number: a step of its own finds out why. */
-        else if (length < op->limits[row])
+        else if (!ends && length < op->limits[row])
             continues &= add_to_round(op, &to, row, of.positions[last] + 1, op->tokens[last], index);
         if (index < *op->num_drafting) op->order[index] = -1 - origin;
     }

@@ -407,7 +407,7 @@ struct take_drafts {
 };
 
 /* After `accept_drafts` and the drafts of its rows: stores the accepted tokens, and prepares the step that verifies these
- * drafts. Rows that have reached their limit are left out of it. */
+ * drafts. Rows that have ended are left out of it. */
 struct next_round {
     const float *peaks;    /* [tokens] as the target's head wrote them */
     const int64_t *tokens; /* [tokens] */
@@ -418,6 +418,8 @@ struct next_round {
     int64_t *row_of;       /* [B] index that each row had in the first round */
     int64_t *wanted, *num_blocks; /* [B] as in `accept_drafts` */
     int64_t *limits;       /* [B] tokens at which each row ends */
+    const int64_t *ends;   /* [num_ends] tokens after which any row ends */
+    int64_t num_ends;
     const int32_t *tables; /* [slots, blocks] */
     int64_t blocks, block_size;
     int64_t max_len;       /* tokens of the longest sequence */

@@ -273,9 +273,9 @@ class NextRound(Arguments):
 
     kind = 52
     _fields_: ClassVar = _declared(
-        "*peaks *tokens *step *first *buffers *rows *row_of *wanted *num_blocks *limits *tables blocks block_size "
-        "max_len *order *counts *num_drafting *drafts max_rows *by *slots *accepted *num_accepted capacity *counted "
-        "*round *continues"
+        "*peaks *tokens *step *first *buffers *rows *row_of *wanted *num_blocks *limits *ends num_ends *tables blocks "
+        "block_size max_len *order *counts *num_drafting *drafts max_rows *by *slots *accepted *num_accepted capacity "
+        "*counted *round *continues"
     )
 
 
