@@ -10,13 +10,13 @@ Kaon, an OpenAI-compatible LLM inference server
 usage: kaon serve [MODEL] [flags]   serve a checkpoint directory or hub id; without MODEL the embedded model
        kaon chat [MODEL | URL]      chat in the terminal with a running server, or with one of its own
        kaon run-batch IN OUT [...]  answer the requests of a batch's file, without a server
-       kaon quantize MODEL OUT      write a checkpoint with its weights rounded to 8 or 4 bits
+       kaon quantize MODEL OUT      write a checkpoint with its weights quantised to 8 or 4 bits
        kaon pull ID [REVISION]      download what serving needs of a hub repository
        kaon list                    checkpoints in the hub's cache
        kaon rm ID [ID ...]          delete checkpoints from the hub's cache
-       kaon doctor [--json]         what models run on here, and what is wrong
+       kaon doctor [--json]         show the devices and kernels of this machine, and any problems
        kaon kernels build [...]     compile a GPU's kernels for a model without the GPU
-       kaon verify [MODEL] [flags]  show that answers depend on nothing else that the engine computes
+       kaon verify [MODEL] [flags]  check that answers do not depend on other requests, caching or restarts
        kaon key create|list|revoke  API keys in a file, with names, scopes, quotas and expiry
        kaon completion SHELL        completion of commands and flags: bash, zsh, fish, tcsh
        kaon --version

@@ -274,8 +274,8 @@ class QKVParallelLinear(PackedLinear):
             first_kv_head = parallel.rank * local_kv_heads
         elif parallel.size % num_kv_heads:
             raise ValueError(
-                f"num_key_value_heads is {num_kv_heads}, which {parallel.size} tensor-parallel ranks cannot share "
-                "evenly; choose a size that divides it or that it divides"
+                f"tensor_parallel_size is {parallel.size}, which neither divides num_key_value_heads, {num_kv_heads}, "
+                "nor is a multiple of it; choose a size that is or does"
             )
         else:
             local_kv_heads = 1

@@ -317,8 +317,8 @@ def _local_groups(groups: int, parallel: TensorParallel) -> int:
         return parallel.share(groups, "the number of groups of Mamba layers")
     if parallel.size % groups:
         raise ValueError(
-            f"the number of groups of Mamba layers is {groups}, which {parallel.size} tensor-parallel ranks cannot "
-            "share evenly; choose a size that divides it or that it divides"
+            f"tensor_parallel_size is {parallel.size}, which neither divides the number of groups of Mamba layers, "
+            f"{groups}, nor is a multiple of it; choose a size that is or does"
         )
     return 1
 

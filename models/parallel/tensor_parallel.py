@@ -253,8 +253,8 @@ class TensorParallel:
         """A rank's share of `total`. Raises `ValueError` where the group's size does not divide it."""
         if total % self.size:
             raise ValueError(
-                f"{what} is {total}, which {self.size} tensor-parallel ranks do not divide evenly; choose a size "
-                f"that divides it"
+                f"tensor_parallel_size is {self.size}, which does not divide {what}, {total}; choose a size "
+                "that divides it"
             )
         return total // self.size
 

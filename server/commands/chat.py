@@ -315,4 +315,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         options.url, options.checkpoint = options.checkpoint, None
     if options.url is not None and options.checkpoint is not None:
         raise ChatError("MODEL starts a server and --url names a running one; give one of them", exit_code=2)
+    if options.url is not None and not options.url.startswith(("http://", "https://")):
+        raise ChatError(f"--url is {options.url}; it must begin with http:// or https://", exit_code=2)
     return options

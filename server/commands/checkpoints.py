@@ -27,7 +27,13 @@ def run(arguments: Sequence[str], command: str) -> int:
         return 0
     allowed = {"pull": (1, 2), "list": (0, 0), "rm": (1, sys.maxsize)}[command]
     if not allowed[0] <= len(arguments) <= allowed[1] or any(each.startswith("-") for each in arguments):
-        sys.stderr.write(f"kaon {command}: {' '.join(arguments) or 'no ID'} cannot be read; {USAGE[command]}")
+        if not arguments:
+            wrong = "an ID is missing"
+        elif len(arguments) == 1:
+            wrong = f"the argument {arguments[0]} is not understood"
+        else:
+            wrong = f"the arguments {' '.join(arguments)} are not understood"
+        sys.stderr.write(f"kaon {command}: {wrong}; {USAGE[command]}")
         return 2
     try:
         if command == "pull":

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 
 from tests.e2e.kaon_server import MODEL, hold_little
 
@@ -27,7 +28,13 @@ _LARGE = 4 * 2**20 - 1024
 
 HEAVY = [f"heavy{number}" for number in range(10)]
 """Keys of attackers."""
-ZIPPED = gzip.compress(b" " * 2**26)
+
+
+@cache
+def _zipped() -> bytes:
+    """64 MiB, compressed."""
+    return gzip.compress(b" " * 2**26)
+
 
 Port = int
 Over = threading.Event
@@ -271,7 +278,7 @@ def shapes(port: Port, over: Over) -> None:
         b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"%41/" * 15_000),
         b"GET /v1/files?%b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer heavy4\r\n\r\n" % (b"a=b&" * 15_000),
         b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n" * 500,
-        start + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(ZIPPED) + ZIPPED,
+        start + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(_zipped()) + _zipped(),
         b"\x16\x03\x01" + bytes(range(256)) * 16,
     ]
 

@@ -140,7 +140,7 @@ def test_a_core_that_is_killed_in_its_sleep_costs_no_stream(
     [
         ("/sleep?level=3", "level is '3'; it must be an integer between 1 and 2"),
         ("/sleep?mode=abort", "mode is not a parameter of /sleep; it takes level, model"),
-        ("/wake_up?tags=weights", "tags is no parameter of /wake_up; it takes model"),
+        ("/wake_up?tags=weights", "tags is not a parameter of /wake_up; it takes model"),
     ],
 )
 def test_what_it_does_not_do_is_refused(served: KaonServer, path: str, words: str) -> None:

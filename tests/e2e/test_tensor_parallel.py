@@ -272,7 +272,7 @@ def test_a_size_that_cannot_be_served_ends_the_server_with_a_sentence_and_exit_c
     before = children()
     server = start_server(parallel_config={"tensor_parallel_size": 3})
     assert server.wait() == 1
-    assert re.search("which 3 tensor-parallel ranks (do not divide|cannot share)", server.stderr)
+    assert re.search("tensor_parallel_size is 3, which (does not divide|neither divides)", server.stderr)
     assert "Traceback" not in server.stderr
     wait_gone([pid for pid in children() if pid not in before])
 

@@ -137,9 +137,11 @@ def test_a_checkpoint_loads_into_each_rank(tmp_path: Path, size: int) -> None:
 def test_sizes_that_do_not_divide_a_layer_are_refused(size: int) -> None:
     parallel = ranks(size)[0]
     three = replace(parallel, size=3, collectives=PartialResults())
-    with pytest.raises(ValueError, match="num_attention_heads is 8, which 3 tensor-parallel ranks do not divide"):
+    with pytest.raises(ValueError, match="tensor_parallel_size is 3, which does not divide num_attention_heads, 8"):
         QKVParallelLinear(10, num_heads=8, num_kv_heads=4, head_dim=6, parallel=three)
-    with pytest.raises(ValueError, match="num_key_value_heads is 2, which 3 tensor-parallel ranks cannot share"):
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size is 3, which neither divides num_key_value_heads, 2, nor is a multiple"
+    ):
         QKVParallelLinear(10, num_heads=6, num_kv_heads=2, head_dim=6, parallel=three)
     with pytest.raises(ValueError, match="rank is 4; it must be between 0 and 3"):
         TensorParallel(4, 4, PartialResults())

@@ -112,7 +112,9 @@ def test_experts_that_no_token_chose_are_not_touched() -> None:
 
 
 def test_an_intermediate_size_that_the_ranks_do_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="the experts' intermediate size is 6, which 4 tensor-parallel ranks do not"):
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size is 4, which does not divide the experts' intermediate size, 6"
+    ):
         FusedMoE(HIDDEN, 6, EXPERTS, parallel=ranks(4)[0])
 
 

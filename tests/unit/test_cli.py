@@ -95,6 +95,7 @@ def test_help_of_serve_has_every_section_and_the_defaults(capsys: pytest.Capture
         (["--temperature", "hot"], "invalid float value: 'hot'"),
         (["--colour"], "unrecognized arguments: --colour"),
         (["--url", "http://[::1"], "--url is http://[::1, which is not a URL"),
+        (["--url", "localhost:8000"], "--url is localhost:8000; it must begin with http:// or https://"),
     ],
 )
 def test_a_bad_flag_of_chat_is_one_sentence_and_exit_code_2(
@@ -185,12 +186,21 @@ def test_a_checkpoint_that_the_hub_does_not_give_is_one_sentence(hub_cache: Path
     assert missing.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["pull"], ["pull", "a", "b", "c"], ["list", "x"], ["rm"], ["rm", "--all"]])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pull"], "kaon pull: an ID is missing; "),
+        (["pull", "a", "b", "c"], "kaon pull: the arguments a b c are not understood; "),
+        (["list", "x"], "kaon list: the argument x is not understood; "),
+        (["rm"], "kaon rm: an ID is missing; "),
+        (["rm", "--all"], "kaon rm: the argument --all is not understood; "),
+    ],
+)
 def test_a_wrong_use_of_these_commands_shows_the_right_one(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    assert f"usage: kaon {arguments[0]}" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"{said}usage: kaon {arguments[0]}")
 
 
 # -- completion -------------------------------------------------------------------------------------------------
