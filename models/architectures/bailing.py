@@ -38,36 +38,22 @@ class BailingDeltaAttention(DeltaMixer):
         fields, size = config.fields, config.hidden_size
         heads, dim = config.num_attention_heads, fields.integer("linear_head_dim")
         taps = fields.integer("short_conv_kernel_size", minimum=2)
-        shape = DeltaShape(size, heads, heads, dim, dim, taps, decays=dim, most=1.0)
+        bound = _bound(fields) if fields.boolean("kda_safe_gate", True) else 0.0
+        shape = DeltaShape(size, heads, heads, dim, dim, taps, decays=dim, most=1.0, bound=bound)
         super().__init__(f"model.layers.{layer}.self_attn", shape, parallel)
         self.f_proj = ColumnParallelLinear(size, heads * dim, parallel=parallel)
         self.g_proj = ColumnParallelLinear(size, heads * dim, parallel=parallel)
         self.b_proj = ColumnParallelLinear(size, heads, parallel=parallel)
         self.o_norm = RMSNorm(dim, config.rms_norm_eps)
-        self.bound: float | None = None
-        """The largest decay in log space; None if decays have no bound."""
-        if fields.boolean("kda_safe_gate", True):
-            self.bound = _bound(fields)
 
     def gates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `DeltaMixer`."""
-        return self._bounded(self.f_proj(hidden)), self.b_proj(hidden), self.g_proj(hidden)
+        return self.f_proj(hidden), self.b_proj(hidden), self.g_proj(hidden)
 
     def gated(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `DeltaMixer`."""
         by_head = len(read), self.heads, self.shape.value_dim
         return gate_heads(self.o_norm(read.view(by_head)), gate.view(by_head)).view(len(read), -1)
-
-    def _bounded(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the inputs for which the operators' decay, `-exp(A_log) * softplus(input + dt_bias)`, is the bounded
-        one, `-bound * sigmoid(exp(A_log) * (input + dt_bias))`. # [tokens, heads * key_dim] -> the same
-        """
-        if self.bound is None:
-            return inputs
-        rates = self.A_log.exp().repeat_interleave(self.shape.key_dim)
-        wanted = self.bound * torch.sigmoid(rates * (inputs.float() + self.dt_bias)) / rates
-        # The inverse of softplus, for large numbers the number itself.
-        return (wanted + torch.log(-torch.expm1(-wanted)) - self.dt_bias).to(inputs.dtype)
 
 
 class BailingLatentAttention(KimiLatentAttention):

@@ -46,6 +46,9 @@ class DeltaShape(NamedTuple):
     """Number of decays per value head and token: 1, or `key_dim`."""
     most: float
     """Upper limit of beta, which is `most * sigmoid(b)`."""
+    bound: float = 0.0
+    """The logarithm of a decay is `-bound * sigmoid(exp(A_log) * (a + dt_bias))`, with a decay for each dimension of a
+    key; if 0, it is `-exp(A_log) * softplus(a + dt_bias)`."""
 
 
 class DeltaMixer(nn.Module):
@@ -113,16 +116,18 @@ class DeltaMixer(nn.Module):
     def _read(
         self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, states: torch.Tensor, metadata: AttentionMetaData
     ) -> torch.Tensor:
-        most = self.shape.most
+        most, bound = self.shape.most, self.shape.bound
+        weights = self.A_log, self.dt_bias
         if metadata.step is not None and ops.rules(x, a, b, states):
             return ops.delta_rule(
-                x, a, b, self.A_log, self.dt_bias, states, metadata.step, key_heads=self.key_heads, most=most
+                x, a, b, *weights, states, metadata.step, key_heads=self.key_heads, most=most, bound=bound
             )
         if isinstance(metadata, TritonMetaData) and triton.runs(x, a, b, states, operator="recurrent"):
             import models.ops.triton.token_scans as kernels
 
+            raw = unbounded_inputs(a, *weights, bound) if bound else a
             return kernels.delta_rule(
-                x, a, b, self.A_log, self.dt_bias, states, plan_of(metadata), key_heads=self.key_heads, most=most
+                x, raw, b, *weights, states, plan_of(metadata), key_heads=self.key_heads, most=most
             )
         return self._read_by_torch(x, a, b, states, metadata)
 
@@ -131,7 +136,7 @@ class DeltaMixer(nn.Module):
     ) -> torch.Tensor:
         """Process all decodes in one batch, then the prefills one by one."""
         q, k, v = delta_inputs(x, self.key_heads, self.heads, self.shape.key_dim)
-        decay, beta = delta_gates(a, b, self.A_log, self.dt_bias, self.shape.most)
+        decay, beta = delta_gates(a, b, self.A_log, self.dt_bias, self.shape.most, self.shape.bound)
         read = torch.zeros_like(v)
         for tokens, before, after in single_tokens(metadata):
             state = states[before]
@@ -180,14 +185,26 @@ def delta_inputs(
 
 
 def delta_gates(
-    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, most: float
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, most: float, bound: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logarithms of decays, and the betas. # -> [T, heads] or [T, heads, key_dim], [T, heads], float32"""
-    decay = F.softplus(a.float() + dt_bias)
+    raw = a.float() + dt_bias
     if len(dt_bias) > len(a_log):
-        decay = decay.view(len(a), len(a_log), -1)
-    rates = a_log.exp() if decay.dim() == 2 else a_log.exp()[:, None]
-    return -rates * decay, most * b.float().sigmoid()
+        raw = raw.view(len(a), len(a_log), -1)
+    rates = a_log.exp() if raw.dim() == 2 else a_log.exp()[:, None]
+    decay = -bound * (rates * raw).sigmoid() if bound else -rates * F.softplus(raw)
+    return decay, most * b.float().sigmoid()
+
+
+def unbounded_inputs(a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return the inputs for which decays without a bound are those of inputs `a` with one, for kernels that have none.
+
+    # [tokens, heads * key_dim] -> the same
+    """
+    rates = a_log.exp().repeat_interleave(len(dt_bias) // len(a_log))
+    wanted = bound * torch.sigmoid(rates * (a.float() + dt_bias)) / rates
+    # The inverse of softplus, for large numbers the number itself.
+    return (wanted + torch.log(-torch.expm1(-wanted)) - dt_bias).to(a.dtype)
 
 
 class _SplitConvolution(ShortConvolution):

@@ -174,11 +174,16 @@ def test_a_state_after_each_draft_is_that_of_the_tokens_one_by_one(dim: int) -> 
 
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(
-    ("key_heads", "heads", "key_dim", "value_dim", "by_key", "most"),
-    [(2, 2, 32, 32, True, 1.0), (2, 4, 12, 16, False, 2.0), (1, 1, 7, 48, True, 1.0)],
+    ("key_heads", "heads", "key_dim", "value_dim", "by_key", "most", "bound"),
+    [
+        (2, 2, 32, 32, True, 1.0, 0.0),
+        (2, 4, 12, 16, False, 2.0, 0.0),
+        (1, 1, 7, 48, True, 1.0, 0.0),
+        (2, 2, 20, 16, True, 1.0, 5.0),
+    ],
 )
 def test_a_delta_rule_equals_torchs_in_any_steps(
-    key_heads: int, heads: int, key_dim: int, value_dim: int, by_key: bool, most: float
+    key_heads: int, heads: int, key_dim: int, value_dim: int, by_key: bool, most: float, bound: float
 ) -> None:
     decays = key_dim if by_key else 1
     x, a = bf16(80, 2 * key_heads * key_dim + heads * value_dim), bf16(80, heads * decays, seed=1)
@@ -190,13 +195,13 @@ def test_a_delta_rule_equals_torchs_in_any_steps(
         states = torch.full((SLOTS, heads, key_dim, value_dim), 3.0)
 
         def compute(step: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            return delta_ops.delta_rule(x, a, b, *weights, states, step, key_heads=key_heads, most=most)
+            return delta_ops.delta_rule(x, a, b, *weights, states, step, key_heads=key_heads, most=most, bound=bound)
 
         return run(steps, compute, heads * value_dim, x=x, a=a, b=b), states
 
     found, after = computed([WHOLE])
     states = torch.zeros_like(after)
-    exact, terms = reference_rule(x, a, b, *weights, states, spans(), key_heads=key_heads, most=most)
+    exact, terms = reference_rule(x, a, b, *weights, states, spans(), key_heads=key_heads, most=most, bound=bound)
     assert ((found - exact.flatten(1)).abs() <= 2**-8 * exact.flatten(1).abs() + 1e-4 * terms.max()).all()
     rows = list(LENGTHS)
     torch.testing.assert_close(after[rows], states[rows], rtol=1e-4, atol=1e-4)

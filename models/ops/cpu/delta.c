@@ -299,15 +299,18 @@ static float *ruled_state(const struct ruled *ruled, int64_t slot) {
     return op->states + (slot * op->heads + ruled->head) * op->key_dim * op->value_dim;
 }
 
-/* Compute each key dimension's decay, exp(-rate * softplus(a + bias)), and the key multiplied by it. */
-CLONES static void fade_keys(const bf16 *a, const float *bias, const float *k, int64_t count, float rate, float *decay,
-                             float *fading) {
+/* Compute each key dimension's decay, exp(-rate * softplus(a + bias)) or, with a bound, exp(-bound * sigmoid(rate *
+ * (a + bias))), and the key multiplied by it. */
+CLONES static void fade_keys(const bf16 *a, const float *bias, const float *k, int64_t count, float rate, float bound,
+                             float *decay, float *fading) {
     for (int64_t i = 0; i < count; i += LANES) {
         int64_t width = min64(LANES, count - i);
         float some[2][LANES] = {{0}};
         memcpy(some[0], bias + i, width * sizeof(float));
         memcpy(some[1], k + i, width * sizeof(float));
-        vector faded = exp_of(softplus_of(load_some(a + i, width) + load(some[0])) * -rate), key = load(some[1]) * faded;
+        vector raw = load_some(a + i, width) + load(some[0]);
+        vector faded = exp_of(bound > 0 ? sigmoid_of(raw * rate) * -bound : softplus_of(raw) * -rate);
+        vector key = load(some[1]) * faded;
         memcpy(decay + i, &faded, width * sizeof(float));
         memcpy(fading + i, &key, width * sizeof(float));
     }
@@ -326,7 +329,7 @@ static struct token rule_token(const struct ruled *ruled, int64_t token, float *
     float beta = (float)op->most / (1 + expf(-widen(op->b[token * op->b_stride + head]))), rate = expf(op->a_log[head]);
     struct token made = {.q = q, .k = k, .fading = k, .decay = decay, .v = v, .scale = 1, .beta = beta, .read = v + values};
     if (op->decays > 1) {
-        fade_keys(a, op->dt_bias + head * keys, k, keys, rate, decay, fading);
+        fade_keys(a, op->dt_bias + head * keys, k, keys, rate, (float)op->bound, decay, fading);
         made.fading = fading;
     } else {
         float raw = widen(a[0]) + op->dt_bias[head], softplus = raw > 20 ? raw : log1pf(expf(raw));

@@ -117,8 +117,11 @@ def delta_rule(
     *,
     key_heads: int,
     most: float,
+    bound: float = 0.0,
 ) -> torch.Tensor:
     """Update each row's state by the row's tokens in order, and return each token's output.
+
+    `bound`: of the logarithms of decays, of which each dimension of a key then has one; 0 if they have no bound.
 
     # x [T, key_heads * 2 * key_dim + heads * value_dim], a [T, heads * decays], b [T, heads], a_log [heads] and
     # dt_bias [heads * decays] float32, states [slots, heads, key_dim, value_dim] float32 -> [T, heads * value_dim]
@@ -144,6 +147,7 @@ def delta_rule(
         value_dim,
         len(dt_bias) // heads,
         most,
+        bound,
     )
     runtime.run(arguments, step, (x, a, b, a_log, dt_bias, states, out))
     return out

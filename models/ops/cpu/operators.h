@@ -682,6 +682,7 @@ struct delta_rule {
     int64_t heads, group, key_dim, value_dim; /* value heads, and those of a key head */
     int64_t decays;                           /* of a head: 1, or one for each dimension of its key */
     double most;                              /* the largest beta, above 0 */
+    double bound;                             /* of the decays' logarithms; 0: they have none. See rule_token. */
 };
 
 /* The selective state space of Mamba (Gu and Dao, 2023), in which each channel has a state and decays of its own. */

@@ -388,7 +388,7 @@ class DeltaRule(Arguments):
     kind = 45
     _fields_: ClassVar = _declared(
         "*x x_stride *a a_stride *b b_stride *a_log *dt_bias *states *out out_stride heads group key_dim value_dim "
-        "decays most:double"
+        "decays most:double bound:double"
     )
 
 

@@ -22,9 +22,7 @@ class Variant(NamedTuple):
     overrides: dict[str, Any]
 
 
-PARTLY_TORCH = frozenset(
-    {"BailingHybridForCausalLM", "DeepseekV4ForCausalLM", "Gemma3nForCausalLM", "PhimoeForCausalLM"}
-)
+PARTLY_TORCH = frozenset({"DeepseekV4ForCausalLM", "Gemma3nForCausalLM", "PhimoeForCausalLM"})
 """Architectures of which torch computes a part, where the CPU's operators compute others completely."""
 
 DERIVED = frozenset(

@@ -29,8 +29,12 @@ def reference_rule(
     *,
     key_heads: int,
     most: float,
+    bound: float = 0.0,
 ) -> Exact:
-    """As `delta_rule`, token by token. Updates `states`. # -> [T, heads, value_dim]"""
+    """As `delta_rule`, token by token. Updates `states`. # -> [T, heads, value_dim]
+
+    `bound`: of the logarithms of decays, see `models.ops.cpu.gated_delta.delta_rule`.
+    """
     _, heads, key_dim, value_dim = states.shape
     keys, group = key_heads * key_dim, heads // key_heads
     q, k, v = torch.split(x.float(), [keys, keys, heads * value_dim], 1)
@@ -39,8 +43,8 @@ def reference_rule(
         for part in (each.view(len(x), key_heads, key_dim).repeat_interleave(group, 1) for each in (q, k))
     )
     q, v = q * key_dim**-0.5, v.view(len(x), heads, value_dim)
-    raw = F.softplus(a.float() + dt_bias).view(len(x), heads, -1)
-    decay = (-a_log.exp()[:, None] * raw).expand(-1, -1, key_dim)
+    raw, rates = (a.float() + dt_bias).view(len(x), heads, -1), a_log.exp()[:, None]
+    decay = -bound * (rates * raw).sigmoid() if bound else (-rates * F.softplus(raw)).expand(-1, -1, key_dim)
     beta = most * b.float().sigmoid()
     value, magnitude = torch.zeros_like(v), torch.zeros_like(v)
     for slot, first, count, is_new, after in spans:
