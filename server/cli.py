@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: list[str], command: str) -> int:
+    from server.signals import end_at_once
+
+    end_at_once()  # The imports below take a second.
     from engine.config.settings import SettingsError, load_config, read_models
     from server.tracing import WrongVariable, requested_signals
 

@@ -9,7 +9,6 @@ side.
 import asyncio
 import logging
 import math
-import signal
 import socket
 import time
 from collections import deque
@@ -36,6 +35,7 @@ from server.limits.connections import Acceptor, Connection, ConnectionLimits, Co
 from server.limits.keys import ApiKeys
 from server.models import Models
 from server.service_manager import ServiceManager
+from server.signals import Signals
 from server.tls import Tls
 from server.tracing import Tracing
 
@@ -463,13 +463,14 @@ def serve(
     keys: ApiKeys,
     tls: Tls | None,
     manager: ServiceManager,
+    signals: Signals,
     tracing: Tracing | None = None,
     read_config: Callable[[], Config] | None = None,
 ) -> str | None:
     """Serve on `listener`. Returns a sentence that says why serving ended, or None after a signal.
 
     `models` describes the models of `cores`. `manager` is notified of the first signal, and regularly while the event
-    loop runs. `read_config` as in `server.process.run`. May raise `KeyboardInterrupt`.
+    loop runs. Recorded `signals` end the server or ask for a reload. `read_config` as in `server.process.run`.
     """
     app = create_app(config, cores, on_ready, keys, tracing, read_config, models)
     served = Models.of(app)
@@ -487,7 +488,7 @@ def serve(
         timeout_keep_alive=config.server_config.keep_alive_timeout,  # type: ignore[arg-type]  # a float will do
         timeout_graceful_shutdown=2 * _SHUTDOWN_SECONDS,
     )
-    _Server(settings, served, app.state.batches, listener, tls, manager).run()
+    _Server(settings, served, app.state.batches, listener, tls, manager, signals).run()
     return served.why_ended
 
 
@@ -502,9 +503,11 @@ class _Server(uvicorn.Server):
         listener: socket.socket,
         tls: Tls | None,
         manager: ServiceManager,
+        signals: Signals,
     ) -> None:
         super().__init__(settings)
         self._manager = manager
+        self._signals = signals
         self._models = models
         self._batches = batches
         self._listener = listener
@@ -512,12 +515,14 @@ class _Server(uvicorn.Server):
         self._acceptor: Acceptor | None = None
         self._drain_timeout = models.config.server_config.drain_timeout
         self._drain_until = math.inf
-        self._is_hurried = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Record a signal. The listening socket stays open while live requests end, so that new requests get a 503."""
-        self._captured_signals.append(sig)
-        self._is_hurried = len(self._captured_signals) > 1
+        self._signals.endings.append(sig)
+
+    @property
+    def _is_hurried(self) -> bool:
+        return len(self._signals.endings) > 1
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
@@ -542,14 +547,15 @@ class _Server(uvicorn.Server):
         tls = self._tls
         context = None if tls is None else lambda: tls.context
         self._acceptor = Acceptor(self._listener, connections, new_protocol, context)
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, shared.reloader.reload_and_log)
 
     async def on_tick(self, counter: int) -> bool:
         self._manager.beat()
         if self._tls is not None:
             self._tls.look()
-        if self._captured_signals and self._drain_until == math.inf:
+        if self._signals.asks_reload:
+            self._signals.asks_reload = False
+            self._models.shared.reloader.reload_and_log()
+        if self._signals.endings and self._drain_until == math.inf:
             self._drain_until = time.monotonic() + self._drain_timeout
             self._manager.stopping()
             self._models.drain()
@@ -564,7 +570,7 @@ class _Server(uvicorn.Server):
                 )
         if self._models.why_ended is not None or self._is_hurried or time.monotonic() >= self._drain_until:
             return True
-        if self._captured_signals and not self._models.num_live:
+        if self._signals.endings and not self._models.num_live:
             return True
         return await super().on_tick(counter)
 

@@ -5,6 +5,7 @@ Imports little, so that the core loads torch while this process loads its web fr
 0, the process serves no HTTP: it runs this host's ranks for the first host.
 """
 
+import contextlib
 import errno
 import functools
 import gc
@@ -13,12 +14,10 @@ import json
 import logging
 import os
 import resource
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engine.client.core_manager import CoreManager
@@ -32,6 +31,7 @@ from server.access_log import REQUEST_ID
 from server.limits.keys import ApiKeys
 from server.sealing import Seal
 from server.service_manager import ServiceManager
+from server.signals import Signals, end_at_once, interrupt
 from server.tls import Tls
 from server.tracing import Tracing
 
@@ -43,7 +43,6 @@ _SWITCH_SECONDS = 0.0005
 """Switch interval of the interpreter: the time after which a computing thread releases the interpreter lock to the
 event loop. With Python's default of 5 ms, a thread that parses or renders for one client would delay all streams by
 more than a small model's step."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _COMMAND_LINE, _ENVIRONMENT = 47, 49
 """Indices, from 0, of fields in /proc/self/stat: the start address of the command line, and of the environment. The
@@ -54,21 +53,12 @@ _KEY_VARIABLE = "KAON_API_KEY"
 def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit code: 0 then, 1 after a failure, which is reported on stderr.
 
+    Signals are handled as `server.signals` describes.
     `read_config` reads the configuration again after SIGHUP, or raises `ValueError`; None means no reload.
     """
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if not sys.stdin or not sys.stdin.isatty():
-        # Ignored until the settings can be read again. On a terminal, SIGHUP means that the terminal has closed.
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    end_at_once()
     manager = ServiceManager.take_environment()
-    try:
-        return _run(config, started, manager, read_config)
-    except KeyboardInterrupt:
-        return 0
-
-
-def _run(config: Config, started: float, manager: ServiceManager, read_config: Callable[[], Config] | None) -> int:
     if config.parallel_config.node_rank:
         # This host needs no keys, but the same command line may contain them.
         return _run_node(_without_keys(config), manager)
@@ -91,40 +81,36 @@ def _run(config: Config, started: float, manager: ServiceManager, read_config: C
         listener = _listen(config.server_config, _is_keyless(config.server_config, keys))
     except (OSError, ValueError) as error:
         return _fail(str(error))
-    cores: list[CoreManager] = []
+    signals, cores = Signals(), list[CoreManager]()
     try:
-        with _recorded_signals() as signals:
-            for entry in models.entries:
-                model = entry.config.model_names[0] if len(models.entries) > 1 else ""
-                cores.append(CoreManager(entry.config, starts=entry.loads_at_start, model=model))
+        for entry in models.entries:
+            model = entry.config.model_names[0] if len(models.entries) > 1 else ""
+            cores.append(CoreManager(entry.config, starts=entry.loads_at_start, model=model))
     except (OSError, ValueError) as error:
         for core in cores:
             core.shutdown()
         return _fail(str(error))
     try:
-        if signals:
-            raise KeyboardInterrupt
-        from server.http import serve
-
+        with contextlib.suppress(KeyboardInterrupt), signals.interrupting():
+            from server.http import serve
+        if signals.endings:
+            return 0
         url = _url(listener, "http" if tls is None else "https")
         announce = functools.partial(
             _announce, url=url, started=started, is_open=tls is None and not keys, manager=manager
         )
-        ended = serve(config, cores, models, listener, announce, keys, tls, manager, tracing, read_config)
+        ended = serve(config, cores, models, listener, announce, keys, tls, manager, signals, tracing, read_config)
         if ended is None:
             return 0
-        _ignore_signals()
         _log.critical("kaon: %s", ended, extra=BARE)
         for core in cores:
             core.fail(ended)
         return 1
     except Exception as error:
-        _ignore_signals()
         for core in cores:
             core.fail(f"the server failed: {type(error).__name__}: {error}")
         raise
     finally:
-        _ignore_signals()
         for core in cores:
             core.shutdown()
 
@@ -138,24 +124,6 @@ def _raise_open_files_limit() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _ignore_signals() -> None:
-    """Ignore further signals: the server is ending already, and must end the processes that it started."""
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-
-
-@contextmanager
-def _recorded_signals() -> Iterator[list[int]]:
-    """Record signals instead of raising `KeyboardInterrupt`, which could lose the handle of a just started process."""
-    recorded: list[int] = []
-    handlers = {each: signal.signal(each, lambda number, _: recorded.append(number)) for each in _SIGNALS}
-    try:
-        yield recorded
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
 
 
 def _set_up_logging(config: ServerConfig) -> None:
@@ -177,12 +145,12 @@ def _run_node(config: Config, manager: ServiceManager) -> int:
     name = f"kaon-node-{parallel.node_rank}"
     name_process(name)
     configure_logging(name, config.server_config.log_level)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Imported here because the first host's server does not need it.
     from engine.config.paths import resolve_checkpoint
     from engine.distributed.host_agent import HostError, host_of
 
     try:
+        interrupt()
         host = host_of(config, resolve_checkpoint(config.model))
         sys.stdout.write(f"Kaon {release()} node {parallel.node_rank} of {parallel.nnodes} joins {host.address}\n")
         sys.stdout.flush()

@@ -30,8 +30,8 @@ def name_process(name: str) -> None:
 def begin_child() -> socket.socket:
     """Ignore signals that the parent handles, log stacks at faults and SIGUSR2, and return the lifeline."""
     # Signals to a whole process group or container reach this process too.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
     return take_lifeline()

@@ -67,6 +67,28 @@ def test_a_port_that_is_taken_ends_serve_with_one_sentence_and_exit_code_1() -> 
     assert done.stderr.count("\n") == 1
 
 
+READS = """
+import sys, time
+import engine.config.settings
+engine.config.settings.load_config = lambda arguments: print("reads", flush=True) or time.sleep(600)
+from server.cli import main
+sys.exit(main(["serve"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_serve_reads_its_settings_ends_it_with_exit_code_0(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", READS], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"reads\n"
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == 0
+        assert process.communicate() == (b"", b"")
+
+
 def test_chat_with_a_server_of_its_own_answers_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # Environment variables for public servers do not apply to the chat's own server.
     for name in ("KAON_API_KEY_FILE", "KAON_SSL_CERTFILE", "KAON_SSL_KEYFILE", "KAON_SSL_CA_CERTS"):

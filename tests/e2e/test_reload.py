@@ -41,7 +41,6 @@ class Server(LoggedProcess):
         self.write()
         command = [sys.executable, "-m", "server", "serve", "--config", str(directory / "kaon.yaml")]
         super().__init__(command, directory / "log", KAON_REQUESTS_PER_MINUTE="50")
-        assert self.process.stdout.readline()
 
     def write(self, **settings: Any) -> None:
         self.settings |= settings
@@ -59,9 +58,35 @@ class Server(LoggedProcess):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = Server(tmp_path_factory.mktemp("reload"))
+    # The model loads only after SIGHUP, which asks for these settings when the server is ready.
+    eventually(lambda: len(running.process.children()) == 1)
+    (core,) = running.process.children()
+    core.suspend()
+    running.write(max_queued_requests=77)
+    running.process.send_signal(signal.SIGHUP)
+    core.resume()
+    assert running.process.stdout.readline()
     yield running
     assert running.end_by(signal.SIGINT) == 0
     assert "Traceback" not in running.stderr
+
+
+def test_a_sighup_during_the_start_is_a_reload_when_the_server_is_ready(served: Server) -> None:
+    eventually(lambda: "the settings were read again; changed: max_queued_requests" in served.stderr)
+
+
+def test_a_sighup_to_all_processes_ends_no_core(served: Server) -> None:
+    (core,) = served.process.children()
+    core.kill()
+    eventually(lambda: [each.pid for each in served.process.children()] not in ([], [core.pid]))
+    eventually(lambda: served.ask("GET", "/readyz", served.user).status_code == 200)
+    (core,) = served.process.children()
+    written = served.stderr.count("the settings were read again")
+    core.send_signal(signal.SIGHUP)
+    served.process.send_signal(signal.SIGHUP)
+    eventually(lambda: served.stderr.count("the settings were read again") > written)
+    assert served.ask("GET", "/readyz", served.user).status_code == 200
+    assert core.is_running()
 
 
 def test_limits_and_the_log_level_change_by_a_call(served: Server) -> None:

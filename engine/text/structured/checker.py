@@ -179,7 +179,8 @@ def _walk(matcher: LLMatcher) -> str | None:
 def main() -> None:
     """Answer checks from standard input until it ends. Messages are msgpack, each preceded by its length."""
     confine(CHECK_MEMORY_BYTES)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
     threading.stack_size(CHECK_STACK_BYTES)
     thread = threading.Thread(target=_serve)
     thread.start()
