@@ -12,7 +12,6 @@ are recorded for every request anyway, so tracing costs nothing per token; a thr
 extra `kaon[otel]`, which is imported only if a variable asks for it. See docs/deploy/tracing.md.
 """
 
-import copy
 import functools
 import gzip
 import logging
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.trace import SpanContext
+    from opentelemetry.trace import TraceFlags
     from starlette.types import Scope
 
     from engine.sampling_params import SamplingParams
@@ -50,10 +49,35 @@ _CHOICES = {
 """Values of variables for metrics; the first one is the default."""
 _MAX_CHOICES = 16
 """Most choices of a request that have their own spans."""
+_MAX_PHASES = 3
+"""Most spans of a choice."""
+_GENERATION = (
+    "gen_ai.provider.name",
+    "gen_ai.request.model",
+    "gen_ai.response.model",
+    "gen_ai.operation.name",
+    "gen_ai.response.finish_reasons",
+    "gen_ai.request.choice.count",
+    "gen_ai.request.max_tokens",
+    "gen_ai.request.temperature",
+    "gen_ai.request.top_p",
+)
+"""Attributes that the spans of many generations share; the numbers of tokens are added."""
+_REQUEST = (
+    "http.request.method",
+    "url.path",
+    "url.scheme",
+    "network.protocol.version",
+    "http.response.status_code",
+    "client.address",
+    "http.route",
+    "error.type",
+)
+"""Attributes that the spans of many HTTP requests share; the client's port is added."""
 _SAMPLED, _RANDOM = 1, 2
 """Flags of W3C's trace context: the trace is sampled; its id is random."""
 _MAX_CACHED_LENGTH = 100
-"""Longer texts are encoded for each span; the cache of encoded attributes is small."""
+"""Longest path whose span's fields are cached."""
 _MAX_BODY_BYTES = 8 * 2**20
 """Longest body that is sent to a collector, before compression. Collectors refuse bodies of 20 MiB by default."""
 _COMPRESSIONS: dict[Any, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
@@ -69,13 +93,10 @@ _OPERATIONS = {
 _REQUEST_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-_DURATION = "gen_ai.server.request.duration"
-_FIRST_TOKEN = "gen_ai.server.time_to_first_token"
-_PER_TOKEN = "gen_ai.server.time_per_output_token"
 _HISTOGRAMS = {
-    _DURATION: ("Time of a request, from its arrival to its last token.", _REQUEST_SECONDS),
-    _FIRST_TOKEN: ("Time from a request's arrival to its first token.", _FIRST_TOKEN_SECONDS),
-    _PER_TOKEN: ("Mean time a token after the first.", _TOKEN_SECONDS),
+    "gen_ai.server.request.duration": ("Time of a request, from its arrival to its last token.", _REQUEST_SECONDS),
+    "gen_ai.server.time_to_first_token": ("Time from a request's arrival to its first token.", _FIRST_TOKEN_SECONDS),
+    "gen_ai.server.time_per_output_token": ("Mean time a token after the first.", _TOKEN_SECONDS),
 }
 """Descriptions of histograms, and the bounds of their buckets, which the GenAI conventions give."""
 
@@ -148,16 +169,24 @@ class Tracing:
             def keys(self, carrier: "Scope") -> list[str]:
                 return [name.decode("latin-1") for name, _ in carrier["headers"]]
 
-        self._getter = _Headers()
-        self._propagator = TraceContextTextMapPropagator()
-        self._span_of = get_current_span
+        getter, propagator = _Headers(), TraceContextTextMapPropagator()
+
+        def parent_of(scope: "Scope") -> _Identity | None:
+            """Return the client's span, which the headers name; None if they are malformed."""
+            remote = get_current_span(propagator.extract(scope, getter=getter)).get_span_context()
+            if not remote.is_valid:
+                return None
+            ids = remote.trace_id.to_bytes(16), remote.span_id.to_bytes(8)
+            return _Identity(*ids, remote.trace_flags, remote.trace_state.to_header())
+
+        self._parent_of = parent_of
         own = {"service.version": version}
         given = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         if "OTEL_SERVICE_NAME" not in os.environ and "service.name=" not in given:
             own["service.name"] = "kaon"
         resource = Resource.create(own)
         self.spans = _Spans(resource, version) if "TRACES" in signals else None
-        self._histograms = _Histograms(resource, version) if "METRICS" in signals else None
+        self.histograms = _Histograms(resource, version) if "METRICS" in signals else None
 
     @classmethod
     def of_environment(cls, version: str) -> "Tracing | None":
@@ -168,33 +197,19 @@ class Tracing:
     def begin(self, scope: "Scope", arrival_time: float) -> "RequestTrace":
         """Begin the trace of an HTTP request. `arrival_time` is a time of `time.monotonic`."""
         parent = None
-        if any(name == b"traceparent" for name, _ in scope["headers"]):
-            remote = self._span_of(self._propagator.extract(scope, getter=self._getter)).get_span_context()
-            parent = remote if remote.is_valid else None
-        if self.spans is None:
-            return RequestTrace(self, scope, arrival_time, parent, None)
-        name, attributes = scope["method"], {"http.request.method": scope["method"], "url.path": scope["path"]}
-        return RequestTrace(self, scope, arrival_time, parent, self.spans.begin(name, parent, attributes))
-
-    def record(
-        self, states: "Sequence[RequestState]", attributes: Mapping[str, str], context: "SpanContext | None"
-    ) -> None:
-        """Add ended sequences to the histograms. `context` gives the trace of their exemplars."""
-        if self._histograms is None:
-            return
-        for state in states:
-            values = {_DURATION: state.last_time - state.arrival_time}
-            if state.token_ids:
-                values[_FIRST_TOKEN] = state.ttft
-            if len(state.token_ids) > 1:
-                values[_PER_TOKEN] = state.tpot
-            self._histograms.observe(values, attributes, context)
+        for name, _ in scope["headers"]:
+            if name == b"traceparent":
+                parent = self._parent_of(scope)
+                break
+        return RequestTrace(
+            self, scope, arrival_time, parent, None if self.spans is None else self.spans.begin(scope, parent)
+        )
 
     def close(self) -> None:
         """Send the remaining data and stop. Data that a collector has not taken after a few seconds are lost."""
 
         # The SDK's retries end at no time limit of these calls; a daemon's thread does not delay the process's end.
-        exporters = [each for each in (self.spans, self._histograms) if each is not None]
+        exporters = [each for each in (self.spans, self.histograms) if each is not None]
         threads = [threading.Thread(target=each.close, daemon=True) for each in exporters]
         end = time.monotonic() + _CLOSE_SECONDS
         for thread in threads:
@@ -203,51 +218,87 @@ class Tracing:
             thread.join(max(0.0, end - time.monotonic()))
 
 
+class _Identity(NamedTuple):
+    """The identity of a span, as W3C's trace context has it."""
+
+    trace_id: bytes
+    span_id: bytes
+    trace_flags: "TraceFlags"
+    """The SDK's batches read it."""
+    trace_state: str
+    """The header `tracestate`; empty if there is none."""
+
+
+class _Sequence(NamedTuple):
+    """What spans show of a sequence that has ended. A `RequestState` also holds its text."""
+
+    arrival_time: float
+    queue_time: float | None
+    first_token_time: float
+    last_time: float
+    num_tokens: int
+    interruptions: Sequence[tuple[str, float]]
+    finish_reason: str | None
+
+
+class _Generation(NamedTuple):
+    """What spans show of a request's sequences."""
+
+    sequences: Sequence[_Sequence]
+    model: str
+    operation: str | None
+    submitted: float
+    sampling: tuple[int, float, float]
+    """Most tokens, temperature, top-p."""
+    prompt: tuple[int, int]
+    """Number of its tokens, and of those that were cached."""
+
+
+class _Exchange(NamedTuple):
+    """What a span shows of an HTTP request."""
+
+    end: float
+    method: str
+    path: str
+    route: str | None
+    protocol: tuple[str, str]
+    """Scheme and version."""
+    client: tuple[str | None, int | None]
+    status: int
+
+
 class RequestTrace:
     """The trace of one HTTP request, from its head to the end of its answer."""
 
-    __slots__ = (
-        "_arrival_time",
-        "_common",
-        "_has_ended",
-        "_parent",
-        "_sampled",
-        "_scope",
-        "_tracing",
-        "context",
-        "spans",
-    )
+    __slots__ = ("_arrival_time", "_exchange", "_generations", "_parent", "_sampled", "_scope", "_tracing", "context")
 
     def __init__(
         self,
         tracing: Tracing,
         scope: "Scope",
         arrival_time: float,
-        parent: "SpanContext | None",
-        context: "SpanContext | None",
+        parent: _Identity | None,
+        context: _Identity | None,
     ) -> None:
         """`parent` is the client's span. `context` identifies the request's; None if no spans are exported."""
         self._tracing = tracing
         self._scope = scope
         self._arrival_time = arrival_time
         self._parent = parent
-        self._sampled = context is not None and bool(context.trace_flags & _SAMPLED)
-        self._has_ended = False
+        self._sampled = context is not None and context.trace_flags & _SAMPLED
         self.context = context
-        self._common = b""
-        """The encoded fields that all spans have."""
-        self.spans: list[bytes] = []
-        """The encoded spans that have ended, if the trace is sampled. The request's own is the last one."""
+        self._generations: list[_Generation] = []
+        self._exchange: _Exchange | None = None
 
     @property
     def trace_id(self) -> str | None:
         """Trace id in the form of W3C's trace context; None if only metrics are exported."""
-        return None if self.context is None else f"{self.context.trace_id:032x}"
+        return None if self.context is None else self.context.trace_id.hex()
 
     @property
     def span_id(self) -> str | None:
         """Id of the HTTP request's span in the same form."""
-        return None if self.context is None else f"{self.context.span_id:016x}"
+        return None if self.context is None else self.context.span_id.hex()
 
     @property
     def header(self) -> bytes | None:
@@ -255,133 +306,151 @@ class RequestTrace:
         context = self.context
         if context is None:
             return None
-        return b"00-%032x-%016x-%02x" % (context.trace_id, context.span_id, context.trace_flags)
+        return f"00-{context.trace_id.hex()}-{context.span_id.hex()}-0{context.trace_flags:d}".encode()
 
     def generated(
         self, states: "Sequence[RequestState]", params: "SamplingParams", model: str | None, submitted: float
     ) -> None:
         """Record that the request's sequences have ended. `submitted` is when they were sent to the engine, or
         refused. Those of background responses and of resumable streams may end after the trace."""
-        tracing, route = self._tracing, getattr(self._scope.get("route"), "path", "")
-        operation = _OPERATIONS.get(route)
-        name = model or "unknown"
-        common = {"gen_ai.provider.name": "kaon", "gen_ai.request.model": name, "gen_ai.response.model": name}
-        if operation is not None:
-            common["gen_ai.operation.name"] = operation
-        tracing.record(states, common, self.context or self._parent)
-        if self.context is None or not self._sampled:
-            return
-        trace = self
-        if self._has_ended:
-            # The request's own span may have been exported already, so these are exported by themselves.
-            trace = copy.copy(self)
-            trace.spans = []
-        id = _new_id()
-        several = len(states) > 1
-        for index, state in enumerate(states[:_MAX_CHOICES]):
-            choice = {"kaon.choice": index} if several else {}
-            for phase, start, end in _phases_of(state, submitted):
-                events = [each for each in state.interruptions if start <= each[1] <= end]
-                trace._add(_Span(phase, _new_id(), id, start, end, choice, events))
-        first = states[0]
-        attributes = {
-            **common,
-            "gen_ai.usage.input_tokens": first.num_prompt_tokens,
-            "gen_ai.usage.output_tokens": sum(len(state.token_ids) for state in states),
-            "gen_ai.response.finish_reasons": tuple(state.finish_reason or "abort" for state in states),
-            "gen_ai.request.max_tokens": params.max_tokens,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p,
-            "kaon.usage.cached_tokens": first.num_cached_tokens,
-        }
-        if several:
-            attributes["gen_ai.request.choice.count"] = len(states)
-        end = max(first.arrival_time, *(state.last_time for state in states))
-        name = f"{operation or 'pool'} {name}"
-        trace._add(_Span(name, id, self.context.span_id, first.arrival_time, end, attributes))
-        if trace is not self and tracing.spans is not None:
-            tracing.spans.add(trace)
+        histograms, model = self._tracing.histograms, model or "unknown"
+        operation = _OPERATIONS.get(getattr(self._scope.get("route"), "path", ""))
+        if histograms is not None:
+            histograms.observe(states, model, operation, self.context or self._parent)
+        if self._sampled:
+            sequences = [
+                _Sequence(
+                    state.arrival_time,
+                    state.queue_time,
+                    state.first_token_time,
+                    state.last_time,
+                    len(state.token_ids),
+                    state.interruptions,
+                    state.finish_reason,
+                )
+                for state in states
+            ]
+            sampling = params.max_tokens, params.temperature, params.top_p
+            prompt = states[0].num_prompt_tokens, states[0].num_cached_tokens
+            trace, exporter = self, self._tracing.spans
+            if self._exchange is not None:
+                # The request's own span may have been exported already, so this generation is exported by itself.
+                trace = RequestTrace(self._tracing, self._scope, self._arrival_time, self._parent, self.context)
+            trace._generations.append(_Generation(sequences, model, operation, submitted, sampling, prompt))
+            if trace is not self and exporter is not None:
+                exporter.add(trace)
 
     def end(self, status: int) -> None:
         """End the trace. `status` is the HTTP status of the answer; 499 if the client disconnected before its end."""
         exporter, scope = self._tracing.spans, self._scope
-        if exporter is None or self.context is None or not self._sampled:
+        if exporter is None or not self._sampled:
             return
-        attributes = {
-            "http.request.method": scope["method"],
-            "url.path": scope["path"],
-            "url.scheme": scope.get("scheme", "http"),
-            "network.protocol.version": scope.get("http_version", "1.1"),
-            "http.response.status_code": status,
-        }
-        name, failed = scope["method"], status >= 500
-        if (client := scope.get("client")) is not None:
-            attributes["client.address"], attributes["client.port"] = client[0], client[1]
-        if (route := getattr(scope.get("route"), "path", None)) is not None:
-            attributes["http.route"], name = route, f"{name} {route}"
-        if failed:
-            attributes["error.type"] = str(status)
-        parent = 0 if self._parent is None else self._parent.span_id
-        start, end, id = self._arrival_time, time.monotonic(), self.context.span_id
-        self._add(_Span(name, id, parent, start, end, attributes, server=True, failed=failed))
-        self._has_ended = True
+        route, client = scope.get("route"), scope.get("client") or (None, None)
+        protocol = scope.get("scheme", "http"), scope.get("http_version", "1.1")
+        self._exchange = _Exchange(
+            time.monotonic(), scope["method"], scope["path"], getattr(route, "path", None), protocol, client, status
+        )
         # The scope leads to the connection, which would stay in memory until a collector has taken the trace.
-        self._scope = {"route": scope.get("route")}
+        self._scope = {"route": route}
         exporter.add(self)
 
-    def _add(self, span: "_Span") -> None:
-        if not self._common:
-            assert self.context is not None
-            self._common = _field(1, self.context.trace_id.to_bytes(16))
-            if self.context.trace_state:
-                self._common += _field(3, self.context.trace_state.to_header().encode())
-        self.spans.append(_encoded(span, self._common))
+    def encoded(self) -> bytes:
+        """Encode the spans of a trace. The request's own is the last one, if the request has ended."""
+        context, parent, exchange, spans = self.context, self._parent, self._exchange, list[bytes]()
+        assert context is not None
+        for generation in self._generations:
+            self._encode_generation(spans, context, generation)
+        if exchange is None:
+            return b"".join(spans)
+        name, kind, error = exchange.method, _SERVER if parent is None else _SERVED, None
+        if exchange.route is not None:
+            name = f"{name} {exchange.route}"
+        if exchange.status >= 500:
+            kind, error = kind + _FAILED, str(exchange.status)
+        encode = _fields if len(exchange.path) <= _MAX_CACHED_LENGTH else _fields.__wrapped__
+        _, method, path, route, protocol, (host, port), status = exchange
+        fields = encode(kind, name, _REQUEST, method, path, *protocol, status, host, route, error)
+        if port is not None:
+            fields += _attribute("client.port", port)
+        above = b"" if parent is None else parent.span_id
+        _encode(spans, context, context.span_id, above, self._arrival_time, exchange.end, fields)
+        return b"".join(spans)
+
+    def _encode_generation(self, spans: list[bytes], context: _Identity, generation: _Generation) -> None:
+        """Append the spans of a generation's phases, and its own."""
+        sequences, model, operation, submitted, sampling, prompt = generation
+        several = len(sequences) > 1
+        ids = _new_ids(1 + _MAX_PHASES * min(len(sequences), _MAX_CHOICES))
+        id, at = ids[:8], 8
+        for index, sequence in enumerate(sequences[:_MAX_CHOICES]):
+            for phase, start, end in _phases_of(sequence, submitted):
+                fields = _fields(_INTERNAL, phase, ("kaon.choice",), index) if several else _PHASES[phase]
+                if sequence.interruptions:
+                    fields += _events(sequence.interruptions, start, end)
+                _encode(spans, context, ids[at : at + 8], id, start, end, fields)
+                at += 8
+        name = f"{operation or 'pool'} {model}"
+        reasons = tuple([each.finish_reason or "abort" for each in sequences])
+        choices = len(sequences) if several else None
+        fields = b"".join(
+            (
+                _fields(_INTERNAL, name, _GENERATION, "kaon", model, model, operation, reasons, choices, *sampling),
+                _attribute("gen_ai.usage.input_tokens", prompt[0]),
+                _attribute("gen_ai.usage.output_tokens", sum([each.num_tokens for each in sequences])),
+                _attribute("kaon.usage.cached_tokens", prompt[1]),
+            )
+        )
+        start = sequences[0].arrival_time
+        end = max([start, *[each.last_time for each in sequences]])
+        _encode(spans, context, id, context.span_id, start, end, fields)
 
 
-def _phases_of(state: "RequestState", submitted: float) -> Iterator[tuple[str, float, float]]:
-    """Yield name, start and end of each phase that a sequence reached."""
-    if state.queue_time is None:
-        yield "queue", submitted, max(submitted, state.last_time)
-        return
-    scheduled = submitted + state.queue_time
-    first = state.first_token_time if state.token_ids else state.last_time
-    yield "queue", submitted, scheduled
-    yield "prefill", scheduled, max(scheduled, first)
-    if len(state.token_ids) > 1:
-        yield "decode", first, state.last_time
+def _phases_of(sequence: _Sequence, submitted: float) -> list[tuple[str, float, float]]:
+    """Return name, start and end of each phase that a sequence reached."""
+    if sequence.queue_time is None:
+        return [("queue", submitted, max(submitted, sequence.last_time))]
+    scheduled = submitted + sequence.queue_time
+    first = sequence.first_token_time if sequence.num_tokens else sequence.last_time
+    phases = [("queue", submitted, scheduled), ("prefill", scheduled, max(scheduled, first))]
+    if sequence.num_tokens > 1:
+        phases.append(("decode", first, sequence.last_time))
+    return phases
 
 
-class _Span(NamedTuple):
-    """A span that has ended, with times of `time.monotonic`. A parent of 0 is none."""
-
-    name: str
-    id: int
-    parent: int
-    start: float
-    end: float
-    attributes: Mapping[str, Any]
-    events: Sequence[tuple[str, float]] = ()
-    server: bool = False
-    failed: bool = False
-
-
-def _new_id() -> int:
-    return random.getrandbits(64) or 1
+def _new_ids(count: int) -> bytes:
+    """Return random ids of 8 bytes each. One of zeros, which is invalid, has a probability of 2^-64."""
+    return random.getrandbits(64 * count).to_bytes(8 * count)
 
 
 _EPOCH = time.time_ns() - time.monotonic_ns()
 """Nanoseconds from 1970 to 0 of `time.monotonic`."""
-_TIMES = struct.Struct("<cQcQ")
+_IDS_AND_TIMES = struct.Struct("<2s16s2s8scQcQ")
 _TIME = struct.Struct("<cQ")
 _DOUBLE = struct.Struct("<cd")
-_INTERNAL, _SERVER = b"\x30\x01", b"\x30\x02"
-"""Fields of a span: its kind (6)."""
-_LOCAL_PARENT, _REMOTE_PARENT = b"\x85\x01\x00\x01\x00\x00", b"\x85\x01\x00\x03\x00\x00"
-"""Its flags (16): it is known whether its parent is remote (0x100), and it is (0x200)."""
+_INTERNAL = b"\x30\x01\x85\x01\x00\x01\x00\x00"
+"""Fields of a span within the server: its kind (6), and its flags (16), which say that its parent is known to be local
+(0x100)."""
+_SERVER, _SERVED = b"\x30\x02" + _INTERNAL[2:], b"\x30\x02\x85\x01\x00\x03\x00\x00"
+"""Those of a request's own span without a parent, and with one, which is remote (0x200)."""
 _FAILED = b"\x7a\x02\x18\x02"
-"""Its status (15): an error."""
+"""A span's status (15): an error."""
 
 
+def _encode(
+    spans: list[bytes], context: _Identity, id: bytes, parent: bytes, start: float, end: float, fields: bytes
+) -> None:
+    """Append a span as an item of OTLP's `ScopeSpans` (field 2). Times are those of `time.monotonic`, and `fields` the
+    encoded fields that follow them. An empty `parent` is none."""
+    if context.trace_state:
+        fields += _field(3, context.trace_state.encode())
+    if parent:
+        fields += b"\x22\x08" + parent
+    start_ns, end_ns = _EPOCH + int(start * 1e9), _EPOCH + int(end * 1e9)
+    head = _IDS_AND_TIMES.pack(b"\x0a\x10", context.trace_id, b"\x12\x08", id, b"\x39", start_ns, b"\x41", end_ns)
+    spans += (b"\x12", _varint(len(head) + len(fields)), head, fields)
+
+
+@functools.lru_cache(4096)
 def _varint(value: int) -> bytes:
     """Encode an integer as protobuf does; a negative one as its 64-bit complement."""
     if 0 <= value < 0x80:
@@ -405,7 +474,7 @@ def _utf8(text: str) -> bytes:
     return text.encode(errors="replace")
 
 
-@functools.lru_cache(1024, typed=True)
+@functools.lru_cache(4096, typed=True)
 def _attribute(key: str, value: str | int | float | tuple[str, ...]) -> bytes:
     """Encode an attribute of a span (field 9, `KeyValue`)."""
     if isinstance(value, str):
@@ -419,34 +488,24 @@ def _attribute(key: str, value: str | int | float | tuple[str, ...]) -> bytes:
     return _field(9, _field(1, key.encode()) + _field(2, encoded))
 
 
-@functools.lru_cache(256)
-def _text(number: int, text: str) -> bytes:
-    """Encode a text field of a span."""
-    return _field(number, _utf8(text))
+@functools.lru_cache(1024, typed=True)
+def _fields(
+    kind: bytes, name: str, keys: tuple[str, ...], *values: str | int | float | tuple[str, ...] | None
+) -> bytes:
+    """Encode the fields of a span that many spans share: kind, name (5) and attributes, without values of None."""
+    pairs = zip(keys, values, strict=True)
+    attributes = [_attribute.__wrapped__(key, value) for key, value in pairs if value is not None]
+    return kind + _field(5, _utf8(name)) + b"".join(attributes)
 
 
-def _encoded(span: _Span, trace: bytes) -> bytes:
-    """Encode a span as an item of OTLP's `ScopeSpans` (field 2). `trace` is the fields that all spans of it have."""
-    remote = span.server and span.parent != 0
-    parts = [
-        trace,
-        b"\x12\x08",
-        span.id.to_bytes(8),
-        _text(5, span.name),
-        _SERVER if span.server else _INTERNAL,
-        _TIMES.pack(b"\x39", _EPOCH + int(span.start * 1e9), b"\x41", _EPOCH + int(span.end * 1e9)),
-        _REMOTE_PARENT if remote else _LOCAL_PARENT,
-    ]
-    if span.parent:
-        parts += (b"\x22\x08", span.parent.to_bytes(8))
-    for key, value in span.attributes.items():
-        is_long = isinstance(value, str) and len(value) > _MAX_CACHED_LENGTH
-        parts.append(_attribute.__wrapped__(key, value) if is_long else _attribute(key, value))
-    for event, moment in span.events:
-        parts.append(_field(11, _TIME.pack(b"\x09", _EPOCH + int(moment * 1e9)) + _text(2, event)))
-    if span.failed:
-        parts.append(_FAILED)
-    return _field(2, b"".join(parts))
+def _events(interruptions: Sequence[tuple[str, float]], start: float, end: float) -> bytes:
+    """Encode the events of a span (field 11) between two times."""
+    events = [each for each in interruptions if start <= each[1] <= end]
+    times = [_TIME.pack(b"\x09", _EPOCH + int(moment * 1e9)) for _, moment in events]
+    return b"".join(_field(11, time + _field(2, _utf8(name))) for time, (name, _) in zip(times, events, strict=True))
+
+
+_PHASES = {phase: _fields(_INTERNAL, phase, ()) for phase in ("queue", "prefill", "decode")}
 
 
 class _Spans:
@@ -461,13 +520,14 @@ class _Spans:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-        from opentelemetry.sdk.trace.sampling import Decision
+        from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Decision
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         from opentelemetry.trace import (
             NonRecordingSpan,
             SpanContext,
             SpanKind,
             TraceFlags,
+            TraceState,
             set_span_in_context,
         )
         from requests import PreparedRequest, Request, Session
@@ -490,7 +550,7 @@ class _Spans:
                 return super().prepare_request(request)
 
         class Exporter(SpanExporter):
-            """Joins the traces of a batch. The SDK's exporter sends them, with its settings and retries."""
+            """Encodes the traces of a batch. The SDK's exporter sends them, with its settings and retries."""
 
             def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
                 result = SpanExportResult.SUCCESS
@@ -509,23 +569,35 @@ class _Spans:
             self._queue = BatchSpanProcessor(Exporter())
         except ValueError as error:
             raise WrongVariable(f"the variables OTEL_BSP_* cannot be followed: {error}") from error
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._sampler, self._taken, self._kind = provider.sampler, Decision.RECORD_AND_SAMPLE, SpanKind.SERVER
-        self._new_trace_id = provider.id_generator.generate_trace_id
-        self._identity, self._flags = SpanContext, TraceFlags
-        self._in_context, self._remote_span = set_span_in_context, NonRecordingSpan
+        sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
 
-    def begin(self, name: str, parent: "SpanContext | None", attributes: Mapping[str, Any]) -> "SpanContext":
+        def sample(scope: "Scope", parent: _Identity | None, trace_id: bytes) -> tuple[bool, str]:
+            """Ask the SDK's sampler. Returns whether it takes the trace, and the header `tracestate`."""
+            context = None
+            if parent is not None:
+                ids = int.from_bytes(parent.trace_id), int.from_bytes(parent.span_id)
+                state = TraceState.from_header([parent.trace_state])
+                context = set_span_in_context(NonRecordingSpan(SpanContext(*ids, True, parent.trace_flags, state)))
+            method = scope["method"]
+            attributes = {"http.request.method": method, "url.path": scope["path"]}
+            result = sampler.should_sample(context, int.from_bytes(trace_id), method, SpanKind.SERVER, attributes)
+            own = result.trace_state
+            return result.decision is Decision.RECORD_AND_SAMPLE, "" if own is None else own.to_header()
+
+        self._sample = None if sampler is DEFAULT_ON else sample
+        """The sampler; None if it follows the client's decision and takes all other traces."""
+        self._flags = [TraceFlags(flags) for flags in range(4)]
+
+    def begin(self, scope: "Scope", parent: _Identity | None) -> _Identity:
         """Return the identity of a request's span, whose flags say whether the sampler takes it."""
-        if parent is None:
-            context, trace_id, flags = None, self._new_trace_id(), _RANDOM
-        else:
-            context = self._in_context(self._remote_span(parent))
-            trace_id, flags = parent.trace_id, parent.trace_flags & _RANDOM
-        result = self._sampler.should_sample(context, trace_id, name, self._kind, attributes)
-        if result.decision is self._taken:
-            flags |= _SAMPLED
-        return self._identity(trace_id, _new_id(), False, self._flags(flags), result.trace_state)
+        ids = _new_ids(3)
+        trace_id, is_taken, flags, state = ids[:16], True, _RANDOM, ""
+        if parent is not None:
+            trace_id, flags, state = parent.trace_id, parent.trace_flags & _RANDOM, parent.trace_state
+            is_taken = bool(parent.trace_flags & _SAMPLED)
+        if self._sample is not None:
+            is_taken, state = self._sample(scope, parent, trace_id)
+        return _Identity(trace_id, ids[16:], self._flags[flags | is_taken], state)
 
     def add(self, trace: RequestTrace) -> None:
         """Add a sampled trace that has ended to the next batch."""
@@ -540,7 +612,7 @@ def _joined(traces: Sequence[RequestTrace]) -> Iterator[bytes]:
     """Join encoded traces to bodies of at most `_MAX_BODY_BYTES` or of one trace."""
     batch = bytearray()
     for trace in traces:
-        spans = b"".join(trace.spans)
+        spans = trace.encoded()
         if batch and len(batch) + len(spans) > _MAX_BODY_BYTES:
             yield bytes(batch)
             batch.clear()
@@ -548,8 +620,8 @@ def _joined(traces: Sequence[RequestTrace]) -> Iterator[bytes]:
     yield bytes(batch)
 
 
-class _Observed:
-    """A histogram's observations with equal attributes."""
+class _Histogram:
+    """Observations with equal attributes."""
 
     __slots__ = ("attributes", "bounds", "counts", "exemplars", "largest", "smallest", "start", "sum")
 
@@ -557,8 +629,20 @@ class _Observed:
         self.attributes, self.bounds, self.start = attributes, bounds, start
         self.counts = [0] * (len(bounds) + 1)
         self.sum, self.smallest, self.largest = 0.0, math.inf, -math.inf
-        self.exemplars: dict[int, tuple[float, int, SpanContext | None]] = {}
+        self.exemplars: dict[int, tuple[float, tuple[int, _Identity | None]]] = {}
         """The latest observation of each bucket since the last export, with its time and trace."""
+
+    def add(self, value: float, exemplar: tuple[int, _Identity | None] | None) -> None:
+        """Add an observation. `exemplar` is its time and trace, if it may represent its bucket."""
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += 1
+        self.sum += value
+        if value < self.smallest:
+            self.smallest = value
+        if value > self.largest:
+            self.largest = value
+        if exemplar is not None:
+            self.exemplars[bucket] = value, exemplar
 
 
 class _Histograms:
@@ -585,11 +669,11 @@ class _Histograms:
         temporality = AggregationTemporality.DELTA if is_delta else AggregationTemporality.CUMULATIVE
         scope = InstrumentationScope("kaon", version)
 
-        def point(observed: _Observed) -> HistogramDataPoint:
-            exemplars = [
-                Exemplar({}, value, moment, *((None, None) if trace is None else (trace.span_id, trace.trace_id)))
-                for value, moment, trace in observed.exemplars.values()
-            ]
+        def point(observed: _Histogram) -> HistogramDataPoint:
+            exemplars = []
+            for value, (moment, trace) in observed.exemplars.values():
+                ids = trace and (int.from_bytes(trace.span_id), int.from_bytes(trace.trace_id))
+                exemplars.append(Exemplar({}, value, moment, *(ids or (None, None))))
             observed.exemplars.clear()
             return HistogramDataPoint(
                 observed.attributes,
@@ -608,9 +692,9 @@ class _Histograms:
             """Return all histograms, or None if there are no observations."""
             metrics = []
             with self._lock:
-                for name, (text, _) in _HISTOGRAMS.items():
-                    points = [point(each) for (of, *_), each in self._observed.items() if of == name]
-                    if points:
+                for index, (name, (text, _)) in enumerate(_HISTOGRAMS.items()):
+                    observed = [each[index] for each in self._observed.values()]
+                    if points := [point(each) for each in observed if any(each.counts)]:
                         metrics.append(Metric(name, text, "s", Histogram(points, temporality)))
                 if temporality is AggregationTemporality.DELTA:
                     self._observed.clear()
@@ -633,7 +717,8 @@ class _Histograms:
             exporter.shutdown()
 
         self._lock = threading.Lock()
-        self._observed: dict[tuple[str, str, str | None], _Observed] = {}
+        self._observed: dict[tuple[str, str | None], list[_Histogram]] = {}
+        """The histograms of a model and an operation, in the order of `_HISTOGRAMS`."""
         self._start = time.time_ns()
         self._exemplars = os.environ.get(_EXEMPLARS, "").lower() or "trace_based"
         self._closed = threading.Event()
@@ -643,26 +728,32 @@ class _Histograms:
         self._thread.start()
 
     def observe(
-        self, values: Mapping[str, float], attributes: Mapping[str, str], context: "SpanContext | None"
+        self, states: "Sequence[RequestState]", model: str, operation: str | None, context: _Identity | None
     ) -> None:
-        """Add an observation to each of the named histograms. `context` is the trace for their exemplars."""
-        model, operation = attributes["gen_ai.request.model"], attributes.get("gen_ai.operation.name")
-        sampled = context is not None and bool(context.trace_flags & _SAMPLED)
-        is_exemplar = self._exemplars == "always_on" or (sampled and self._exemplars == "trace_based")
-        now = time.time_ns()
+        """Add ended sequences. `context` is the trace for their exemplars."""
+        exemplar: tuple[int, _Identity | None] | None = None
+        if self._exemplars == "trace_based":
+            if context is not None and context.trace_flags & _SAMPLED:
+                exemplar = time.time_ns(), context
+        elif self._exemplars == "always_on":
+            exemplar = time.time_ns(), context
         with self._lock:
-            for name, value in values.items():
-                key = name, model, operation
-                observed = self._observed.get(key)
-                if observed is None:
-                    observed = self._observed[key] = _Observed(attributes, _HISTOGRAMS[name][1], self._start)
-                bucket = bisect_left(observed.bounds, value)
-                observed.counts[bucket] += 1
-                observed.sum += value
-                observed.smallest = min(observed.smallest, value)
-                observed.largest = max(observed.largest, value)
-                if is_exemplar:
-                    observed.exemplars[bucket] = value, now, context
+            histograms = self._observed.get((model, operation))
+            if histograms is None:
+                histograms = self._observed[model, operation] = self._new_histograms(model, operation)
+            duration, first_token, per_token = histograms
+            for state in states:
+                duration.add(state.last_time - state.arrival_time, exemplar)
+                if state.token_ids:
+                    first_token.add(state.ttft, exemplar)
+                if len(state.token_ids) > 1:
+                    per_token.add(state.tpot, exemplar)
+
+    def _new_histograms(self, model: str, operation: str | None) -> list[_Histogram]:
+        attributes = {"gen_ai.provider.name": "kaon", "gen_ai.request.model": model, "gen_ai.response.model": model}
+        if operation is not None:
+            attributes["gen_ai.operation.name"] = operation
+        return [_Histogram(attributes, bounds, self._start) for _, bounds in _HISTOGRAMS.values()]
 
     def close(self) -> None:
         """Send the histograms a last time and stop."""

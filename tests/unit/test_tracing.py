@@ -318,7 +318,6 @@ def test_a_request_that_is_not_sampled_makes_no_span(
     assert trace.header == f"00-{TRACE}-{trace.span_id}-00".encode()
     trace.generated([state(now)], PARAMS, "m", now)
     trace.end(200)
-    assert trace.spans == []
     tracing.close()
     assert receiver.spans == []
 
