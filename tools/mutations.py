@@ -19,22 +19,26 @@ class Mutation(NamedTuple):
     """Paths below tests/, each optionally with `::name`."""
 
 
-_SCHEDULER = ("unit/test_scheduler.py", "unit/test_scheduler_prompts.py", "unit/test_engine_core_loop.py")
+_SCHEDULER = (
+    "unit/core/test_scheduler.py",
+    "unit/core/test_scheduler_prompts.py",
+    "unit/core/test_engine_core_loop.py",
+)
 _RANDOM_STEPS = ("property/test_scheduling.py",)
-_DEFERRED_STEPS = ("unit/test_submitted_steps.py", "property/test_deferred_scheduling.py")
-_BLOCKS = ("unit/test_block_manager.py", "property/test_block_manager.py")
+_DEFERRED_STEPS = ("unit/core/test_submitted_steps.py", "property/test_deferred_scheduling.py")
+_BLOCKS = ("unit/core/test_block_manager.py", "property/test_block_manager.py")
 _SAMPLER = ("parity/test_sampler.py", "parity/test_sampler_masks.py")
 _DRAWS = ("parity/test_cpu_sampling.py", "parity/test_sampler.py")
 _ATTENTION = (
     "parity/test_cpu_operators.py::test_equals_the_reference_in_any_steps",
     "parity/test_cpu_operators.py::test_a_long_context_equals_the_reference",
 )
-_JOURNAL = ("unit/test_relocation.py", "property/test_journal.py", "property/test_relocation.py")
+_JOURNAL = ("unit/client/test_relocation.py", "property/test_journal.py", "property/test_relocation.py")
 _CORE_RESTARTS = ("e2e/test_core_restarts.py",)
-_GENERATION = ("unit/test_generation.py", "unit/test_generation_ends.py")
+_GENERATION = ("unit/server/test_generation.py", "unit/server/test_generation_ends.py")
 _DETOKENIZER = ("unit/text/test_detokenizer.py", "unit/text/test_request_state.py")
 _TOOL_CALLS = ("unit/answers/test_tool_parsers.py", "property/test_answer_parsers.py")
-_REQUESTS = ("unit/test_protocol_requests.py", "unit/test_protocol_parsing.py")
+_REQUESTS = ("unit/server/test_protocol_requests.py", "unit/server/test_protocol_parsing.py")
 
 _SCHEDULING = (
     Mutation(
@@ -95,7 +99,7 @@ _SCHEDULING = (
         "scheduler/window-gives-back-a-block-still-read",
         "self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)\n        while ",
         "self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window + 2)\n        while ",
-        ("unit/test_scheduler_window.py", *_RANDOM_STEPS),
+        ("unit/core/test_scheduler_window.py", *_RANDOM_STEPS),
     ),
     Mutation(
         "scheduler/unfinished-prompt-gets-a-placeholder",
@@ -119,19 +123,19 @@ _SCHEDULING = (
         "scheduler/priority-reversed",
         "seq.arrive_time + priority * self._aging_seconds",
         "seq.arrive_time - priority * self._aging_seconds",
-        ("unit/test_waiting_queue.py", "property/test_waiting_queue.py"),
+        ("unit/core/test_waiting_queue.py", "property/test_waiting_queue.py"),
     ),
     Mutation(
         "scheduler/priority-not-clamped",
         "priority = max(-MAX_PRIORITY, min(seq.priority, MAX_PRIORITY))",
         "priority = seq.priority",
-        ("unit/test_waiting_queue.py", "property/test_waiting_queue.py"),
+        ("unit/core/test_waiting_queue.py", "property/test_waiting_queue.py"),
     ),
     Mutation(
         "scheduler/failed-step-leaves-its-blocks-shared",
         "            self.block_manager.forget(seq)\n        return self._remove(live",
         "            pass\n        return self._remove(live",
-        (*_SCHEDULER, "unit/test_isolation.py", *_RANDOM_STEPS),
+        (*_SCHEDULER, "unit/core/test_isolation.py", *_RANDOM_STEPS),
     ),
     Mutation(
         "scheduler/draft-after-a-wrong-one-accepted",
@@ -191,7 +195,7 @@ _CACHE = (
         "blocks/released-blocks-of-a-failed-step-stay-shared",
         "enumerate(seq.block_hashes[:released])",
         "enumerate(seq.block_hashes[:0])",
-        ("unit/test_scheduler_window.py", *_BLOCKS),
+        ("unit/core/test_scheduler_window.py", *_BLOCKS),
     ),
     Mutation(
         "blocks/blocks-of-an-unread-step-freed-at-once",
@@ -209,7 +213,7 @@ _CACHE = (
         "blocks/adapters-share-prefixes",
         "return 2 * number * _DIGESTS + ",
         "return 2 * _DIGESTS + ",
-        (*_BLOCKS, "unit/test_placement.py", "property/test_block_manager.py"),
+        (*_BLOCKS, "unit/client/test_placement.py", "property/test_block_manager.py"),
     ),
 )
 
@@ -285,7 +289,7 @@ _SAMPLING = (
         "sampler/choices-share-a-seed",
         "(params.seed + choice + 2**63) % 2**64 - 2**63",
         "(params.seed + 2**63) % 2**64 - 2**63",
-        (*_GENERATION, *_REQUESTS, "unit/test_completion_preparation.py"),
+        (*_GENERATION, *_REQUESTS, "unit/server/test_completion_preparation.py"),
     ),
     Mutation(
         "sampler/rank-of-equal-logits",
@@ -297,13 +301,13 @@ _SAMPLING = (
         "sampler/bad-word-completed-by-its-last-token",
         "len(tokens) <= len(generated) and np.array_equal(generated[-len(tokens) :], tokens)",
         "len(tokens) <= len(generated)",
-        ("unit/test_bad_words.py", "parity/test_worker_input_batch.py"),
+        ("unit/core/test_bad_words.py", "parity/test_worker_input_batch.py"),
     ),
     Mutation(
         "sampler/allowed-tokens-lift-the-grammar",
         "mask[:num_words] &= row.allowed",
         "mask[:num_words] = row.allowed",
-        ("parity/test_sampler_masks.py", "unit/test_structured_matchers.py"),
+        ("parity/test_sampler_masks.py", "unit/text/test_structured_matchers.py"),
     ),
     Mutation(
         "sampler/draw-top-p-is-a-share-of-the-whole-row",
@@ -594,13 +598,13 @@ _RECOVERY = (
         "recovery/one-restart-too-many",
         "if len(self._restarts) >= self._max_restarts or self._futile",
         "if len(self._restarts) > self._max_restarts or self._futile",
-        ("unit/test_restarts.py",),
+        ("unit/client/test_restarts.py",),
     ),
     Mutation(
         "recovery/restart-window-never-passes",
         "while self._restarts and self._restarts[0] <= now - self._window:",
         "while self._restarts and self._restarts[0] <= now - 2 * self._window:",
-        ("unit/test_restarts.py",),
+        ("unit/client/test_restarts.py",),
     ),
     Mutation(
         "recovery/requests-move-at-once",
@@ -624,14 +628,14 @@ _RECOVERY = (
         "recovery/moved-request-weighs-its-prompt-alone",
         "            moved.queued += len(placed.token_ids)\n",
         "",
-        ("unit/test_relocation.py", "unit/test_placement.py", "property/test_placement.py"),
+        ("unit/client/test_relocation.py", "unit/client/test_placement.py", "property/test_placement.py"),
     ),
     Mutation(
         "recovery/collateral-death-blames-the-step",
         "in_step = None if failure.collateral else link.running_step()",
         "in_step = link.running_step()",
         (
-            "unit/test_supervisor_stalls.py",
+            "unit/client/test_supervisor_stalls.py",
             "e2e/test_expert_parallel.py::test_a_request_that_no_step_can_compute_ends_alone",
         ),
     ),
@@ -639,13 +643,17 @@ _RECOVERY = (
         "recovery/stall-is-not-noticed",
         "if silent > self._timeout + grace:",
         "if silent > 100 * self._timeout + grace:",
-        ("unit/test_supervisor_stalls.py", *_CORE_RESTARTS),
+        ("unit/client/test_supervisor_stalls.py", *_CORE_RESTARTS),
     ),
     Mutation(
         "recovery/watchdog-blames-the-core-for-its-own-pause",
         "is_late, self._last_check = now - self._last_check > 2 * self.interval, now",
         "is_late, self._last_check = False, now",
-        ("unit/test_supervisor_stalls.py", "unit/test_restarts.py", "unit/test_remote_core.py"),
+        (
+            "unit/client/test_supervisor_stalls.py",
+            "unit/client/test_restarts.py",
+            "unit/distributed/test_remote_core.py",
+        ),
     ),
     Mutation(
         "recovery/grammar-not-followed-along-resumed-tokens",
@@ -660,37 +668,37 @@ _HTTP = (
         "http/streamed-body-without-a-limit",
         "if len(body) > max_bytes:",
         "if max_bytes < 0:",
-        ("unit/test_face.py", *_REQUESTS, "e2e/test_http_bad_input.py"),
+        ("unit/server/test_face.py", *_REQUESTS, "e2e/test_http_bad_input.py"),
     ),
     Mutation(
         "http/only-keys-of-the-file-open",
         "return self._given.get(digest) or self._filed.get(digest)",
         "return self._filed.get(digest)",
-        ("unit/test_secrets.py", "unit/test_face.py"),
+        ("unit/config/test_secrets.py", "unit/server/test_face.py"),
     ),
     Mutation(
         "http/two-authorization-headers-open",
         'values[0].strip() if len(values) == 1 else b""',
         "values[0].strip()",
-        ("unit/test_face.py", "unit/test_secrets.py"),
+        ("unit/server/test_face.py", "unit/config/test_secrets.py"),
     ),
     Mutation(
         "http/retry-after-rounded-down",
         '"Retry-After": str(math.ceil(seconds)), "retry-after-ms"',
         '"Retry-After": str(math.floor(seconds)), "retry-after-ms"',
-        ("unit/test_errors.py", "unit/test_admission.py", "e2e/test_http_overload.py"),
+        ("unit/server/test_errors.py", "unit/limits/test_admission.py", "e2e/test_http_overload.py"),
     ),
     Mutation(
         "http/one-request-too-many-a-key",
         "live >= limits.requests_per_key",
         "live > limits.requests_per_key",
-        ("unit/test_admission.py",),
+        ("unit/limits/test_admission.py",),
     ),
     Mutation(
         "http/queued-tokens-never-leave",
         'accounts.change(party, "queued_tokens", -tokens)',
         'accounts.change(party, "queued_tokens", 0)',
-        ("unit/test_admission.py",),
+        ("unit/limits/test_admission.py",),
     ),
     Mutation(
         "http/choices-of-all-prompts-unlimited",
@@ -720,31 +728,31 @@ _HTTP = (
         "http/sse-error-event-not-ended",
         'return b"data: " + body + b"\\n\\n"',
         'return b"data: " + body + b"\\n"',
-        ("unit/test_sse.py", *_GENERATION),
+        ("unit/server/test_sse.py", *_GENERATION),
     ),
     Mutation(
         "http/sse-stream-with-usage-lacks-done",
         "encode(usage), _END, DONE))",
         "encode(usage), _END))",
-        ("unit/test_sse.py", "unit/test_chat_rendering.py", "unit/test_completion_rendering.py"),
+        ("unit/server/test_sse.py", "unit/server/test_chat_rendering.py", "unit/server/test_completion_rendering.py"),
     ),
     Mutation(
         "http/slow-reader-loses-a-delta",
         "taken[index] = _merged([taken[index], *backlog])",
         "taken[index] = _merged(backlog)",
-        ("unit/test_streams.py", *_GENERATION),
+        ("unit/server/test_streams.py", *_GENERATION),
     ),
     Mutation(
         "http/error-overtakes-the-text-before-it",
         "if self._error is not None and not taken:",
         "if self._error is not None:",
-        ("unit/test_streams.py", *_GENERATION),
+        ("unit/server/test_streams.py", *_GENERATION),
     ),
     Mutation(
         "http/engine-error-told-as-an-answer",
         'if delta.finish_reason in ("abort", "error"):',
         'if delta.finish_reason == "abort":',
-        ("unit/test_streams.py", *_GENERATION),
+        ("unit/server/test_streams.py", *_GENERATION),
     ),
     Mutation(
         "http/open-lower-bound-accepted",
@@ -909,13 +917,13 @@ _SECURITY = (
         "security/keyless-port-for-others",
         "if is_keyless and not config.insecure_no_auth and not is_loopback(str(address[0])):",
         "if is_keyless and not config.insecure_no_auth and not is_loopback(str(address[0])) and host != '0.0.0.0':",
-        ("unit/test_keyless_listening.py",),
+        ("unit/limits/test_keyless_listening.py",),
     ),
     Mutation(
         "security/name-of-the-host-is-believed",
         "not is_loopback(str(address[0]))",
         "host != 'localhost' and not is_loopback(str(address[0]))",
-        ("unit/test_keyless_listening.py",),
+        ("unit/limits/test_keyless_listening.py",),
     ),
     Mutation(
         "security/checkpoint-code-if-stdin-says-yes",
@@ -957,13 +965,13 @@ _SECURITY = (
         "security/key-stays-in-the-environment",
         '_mask(_ENVIRONMENT, [f"{_KEY_VARIABLE}={variable}"])',
         "pass",
-        ("unit/test_secrets.py",),
+        ("unit/config/test_secrets.py",),
     ),
     Mutation(
         "security/server-with-keys-can-be-inspected",
         "        if keys:\n            forbid_inspection()\n",
         "",
-        ("unit/test_secrets.py",),
+        ("unit/config/test_secrets.py",),
     ),
     Mutation(
         "security/interface-of-the-cluster-is-ignored",
@@ -978,49 +986,49 @@ _STRUCTURED = (
         "structured/nesting-one-level-too-few",
         "return depth > most\n",
         "return depth >= most\n",
-        ("unit/test_structured_spec.py", "property/test_structured_output.py"),
+        ("unit/text/test_structured_spec.py", "property/test_structured_output.py"),
     ),
     Mutation(
         "structured/slash-ends-the-regex",
         r'{"/": "\\/", "\n": "\\n", ',
         r'{"\n": "\\n", ',
-        ("unit/test_structured_spec.py", "unit/test_structured_matchers.py"),
+        ("unit/text/test_structured_spec.py", "unit/text/test_structured_matchers.py"),
     ),
     Mutation(
         "structured/backslash-in-a-choice",
         "if character in '\"\\\\':",
         "if character in '\"':",
-        ("unit/test_structured_spec.py", "unit/test_structured_matchers.py"),
+        ("unit/text/test_structured_spec.py", "unit/text/test_structured_matchers.py"),
     ),
     Mutation(
         "structured/end-allowed-inside-the-grammar",
         "if (ends or withheld) and self._matcher.is_accepting():",
         "if ends or withheld:",
-        ("unit/test_structured_matchers.py", "parity/test_sampler_masks.py"),
+        ("unit/text/test_structured_matchers.py", "parity/test_sampler_masks.py"),
     ),
     Mutation(
         "structured/no-token-left-where-only-the-end-may-follow",
         "            if rest.any():\n                mask[:] = rest",
         "            if mask.any():\n                mask[:] = rest",
-        ("unit/test_structured_matchers.py", "parity/test_sampler_masks.py"),
+        ("unit/text/test_structured_matchers.py", "parity/test_sampler_masks.py"),
     ),
     Mutation(
         "structured/complete-grammar-goes-on",
         "if seq.matcher is not None and seq.matcher.is_complete:",
         "if seq.matcher is None and seq.matcher.is_complete:",
-        ("unit/test_scheduler_grammar.py",),
+        ("unit/core/test_scheduler_grammar.py",),
     ),
     Mutation(
         "structured/surrogate-escape-in-gbnf",
         "if number > 0x10FFFF or 0xD800 <= number < 0xE000:",
         "if number > 0x10FFFF:",
-        ("unit/test_structured_gbnf.py",),
+        ("unit/text/test_structured_gbnf.py",),
     ),
     Mutation(
         "structured/refused-token-is-appended",
         "token_id not in seq.end_tokens and not matcher.accept(token_id):",
         "token_id in seq.end_tokens and not matcher.accept(token_id):",
-        ("unit/test_scheduler_grammar.py",),
+        ("unit/core/test_scheduler_grammar.py",),
     ),
 )
 
@@ -1029,60 +1037,64 @@ _CONFIG = (
         "config/block-size-of-any-size",
         "if value != 1 and (value < 16 or value % 16):",
         "if value != 1 and value < 16:",
-        ("unit/test_settings.py",),
+        ("unit/config/test_settings.py",),
     ),
     Mutation(
         "config/environment-wins-over-flags",
         "given = ChainMap(flags, environment, yaml)",
         "given = ChainMap(environment, flags, yaml)",
-        ("unit/test_settings.py",),
+        ("unit/config/test_settings.py",),
     ),
     Mutation(
         "config/host-number-beyond-the-last",
         "if self.node_rank >= self.nnodes:",
         "if self.node_rank > self.nnodes:",
-        ("unit/test_settings.py", "unit/test_cluster.py", "unit/test_hosts.py"),
+        ("unit/config/test_settings.py", "unit/distributed/test_cluster.py", "unit/distributed/test_hosts.py"),
     ),
     Mutation(
         "config/list-items-keep-their-spaces",
         'return [item.strip() for item in text.split(",")]',
         'return text.split(",")',
-        ("unit/test_settings.py",),
+        ("unit/config/test_settings.py",),
     ),
     Mutation(
         "config/secret-shown-in-an-error",
         '"a secret" if _BY_NAME[name].secret else _shown(given[name])',
         "_shown(given[name])",
-        ("unit/test_secrets.py", "unit/test_settings.py"),
+        ("unit/config/test_secrets.py", "unit/config/test_settings.py"),
     ),
     Mutation(
         "config/two-adapters-of-one-name",
         'if sum(other.partition("=")[0] == name for other in value) > 1:',
         'if sum(other.partition("=")[0] == name for other in value) > 2:',
-        ("unit/test_lora_names.py", "unit/test_settings.py"),
+        ("unit/server/test_lora_names.py", "unit/config/test_settings.py"),
     ),
     Mutation(
         "config/unknown-variable-ignored",
         "if name.startswith(ENV_PREFIX) and name not in known:",
         "if name.startswith(ENV_PREFIX) and name in ():",
-        ("unit/test_settings.py",),
+        ("unit/config/test_settings.py",),
     ),
 )
 
-_RESPONSES = ("unit/test_responses_conversion.py", "unit/test_responses_rendering.py", "unit/test_responses_tools.py")
+_RESPONSES = (
+    "unit/responses/test_responses_conversion.py",
+    "unit/responses/test_responses_rendering.py",
+    "unit/responses/test_responses_tools.py",
+)
 
 _AGENTS = (
     Mutation(
         "agents/sealed-reasoning-is-read-for-any-key",
         "f\"{kind}\\0{'' if owner is None else owner}\"",
         'f"{kind}"',
-        ("unit/test_sealing.py",),
+        ("unit/server/test_sealing.py",),
     ),
     Mutation(
         "agents/members-of-two-namespaces-share-a-name",
         "while flat in taken:",
         "while False:",
-        ("unit/test_responses_tools.py",),
+        ("unit/responses/test_responses_tools.py",),
     ),
     Mutation(
         "agents/member-is-answered-by-its-flat-name",
@@ -1094,7 +1106,7 @@ _AGENTS = (
         "agents/half-a-surrogate-pair-is-decoded",
         "elif len(text) - at < _LONGEST_ESCAPE and _may_go_on(text[at:]):",
         "elif False:",
-        ("unit/test_freeform.py",),
+        ("unit/answers/test_freeform.py",),
     ),
     Mutation(
         "agents/grammar-may-run-over-the-marker",
@@ -1140,7 +1152,7 @@ _POOLING = (
         "pooling/prompt-of-an-encoder-is-split",
         "        if not self.splits_prompts:\n            return False\n",
         "",
-        ("unit/test_scheduler_pooling.py", *_POOLING_TESTS),
+        ("unit/core/test_scheduler_pooling.py", *_POOLING_TESTS),
     ),
     Mutation(
         "pooling/second-text-has-the-first-ones-type",
@@ -1164,7 +1176,7 @@ _POOLING = (
         "pooling/vector-of-an-aborted-sequence-is-told",
         "if vector is None or seq.status is not SequenceStatus.RUNNING or seq in self._prefilling:",
         "if vector is None or seq in self._prefilling:",
-        ("unit/test_scheduler_pooling.py",),
+        ("unit/core/test_scheduler_pooling.py",),
     ),
     Mutation(
         "pooling/cut-text-loses-its-last-special-token",

@@ -120,7 +120,7 @@ def test_models_are_listed_and_others_are_not_found(served: KaonServer) -> None:
             client.completions.create(model="tall", prompt="x")
 
 
-@pytest.mark.slow  # The error message: tests/unit/test_lora_config.py.
+@pytest.mark.slow  # The error message: tests/unit/models/test_lora_config.py.
 def test_an_adapter_that_cannot_be_served_ends_the_server_with_a_sentence(start_server: Any, tmp_path: Path) -> None:
     running = start_server(lora=[f"mine={tmp_path / 'absent'}"])
     assert running.wait() == 1

@@ -27,7 +27,7 @@ def test_it_reports_what_is_here_and_what_computes() -> None:
     assert (code == 1) == any(line.startswith("wrong ") for line in lines)
 
 
-@pytest.mark.slow  # The short form: tests/unit/test_doctor.py.
+@pytest.mark.slow  # The short form: tests/unit/models/test_doctor.py.
 def test_programs_read_it_as_json() -> None:
     code, out = doctor("--json")
     report: dict[str, Any] = json.loads(out)

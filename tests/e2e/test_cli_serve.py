@@ -48,7 +48,7 @@ def test_quantize_writes_a_directory_once(tmp_path: Path) -> None:
     assert again.stderr == f"kaon quantize: {out} exists; name a directory that does not, or remove it first\n"
 
 
-@pytest.mark.slow  # The error message: tests/unit/test_settings.py.
+@pytest.mark.slow  # The error message: tests/unit/config/test_settings.py.
 def test_more_threads_than_cpus_end_serve_with_one_sentence_and_exit_code_1() -> None:
     done = kaon("serve", "--port", "0", "--cpu-threads", "1024", "--log-level", "error")
     cpus = len(os.sched_getaffinity(0))

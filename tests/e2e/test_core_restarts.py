@@ -246,7 +246,7 @@ def test_a_stopped_core_is_noticed_before_the_longest_step_would_be_over(run: Ru
     run.assert_complete(0)
 
 
-@pytest.mark.slow  # The short form: tests/unit/test_restarts.py.
+@pytest.mark.slow  # The short form: tests/unit/client/test_restarts.py.
 def test_an_idle_core_does_not_count_as_stalled() -> None:
     run = Run(stall_timeout=3.5)
     with run.manager:
@@ -273,7 +273,7 @@ async def test_an_idle_core_that_is_stopped_is_replaced_before_anybody_comes() -
         assert manager.pid != pid
 
 
-@pytest.mark.slow  # When and how often it restarts: tests/unit/test_restarts.py.
+@pytest.mark.slow  # When and how often it restarts: tests/unit/client/test_restarts.py.
 def test_cores_that_die_at_once_are_not_started_for_ever(stub_core: Callable[[str], None]) -> None:
     run = Run()
     with run.manager:
@@ -417,7 +417,7 @@ def test_a_stopped_core_is_noticed_where_it_only_owes_the_end_of_a_paused_reques
     run.assert_complete(0)
 
 
-@pytest.mark.slow  # The short form: tests/unit/test_isolation.py.
+@pytest.mark.slow  # The short form: tests/unit/core/test_isolation.py.
 def test_a_long_prompt_that_is_computed_alone_does_not_count_as_a_stall() -> None:
     run = Run(stall_timeout=3.5, max_num_batched_tokens=2, max_num_seqs=2)
     with run.manager:

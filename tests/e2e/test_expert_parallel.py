@@ -180,7 +180,7 @@ def test_a_replica_that_is_killed_while_all_start_again_is_waited_for(two: LLMEn
     assert [result["token_ids"] for result in two.collect(ids)] == expected
 
 
-@pytest.mark.slow  # The parts of it: tests/unit/test_supervisor_stalls.py.
+@pytest.mark.slow  # The parts of it: tests/unit/client/test_supervisor_stalls.py.
 def test_a_stopped_idle_replica_delays_others_for_a_bounded_time(two: LLMEngine, alone: LLMEngine) -> None:
     expected = tokens(alone, PROMPTS[:1], LONG)
     before = two._core.pids
@@ -191,7 +191,7 @@ def test_a_stopped_idle_replica_delays_others_for_a_bounded_time(two: LLMEngine,
     assert not set(before) & set(two._core.pids)
 
 
-@pytest.mark.slow  # The parts of it: tests/unit/test_dp_engine_core.py.
+@pytest.mark.slow  # The parts of it: tests/unit/core/test_dp_engine_core.py.
 @pytest.mark.parametrize(
     ("fault", "place"),
     [("raise", 0), ("raise", len(PROMPTS)), ("hang", len(PROMPTS))],

@@ -14,7 +14,7 @@ import yaml
 from server.limits.key_file import KeyFile
 from tests.e2e.kaon_server import START_SECONDS, eventually, free_port
 from tests.e2e.processes import LoggedProcess
-from tests.unit.test_tls import make_certificate
+from tests.unit.server.test_tls import make_certificate
 
 
 class Server(LoggedProcess):

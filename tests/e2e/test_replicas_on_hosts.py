@@ -168,7 +168,7 @@ def test_a_host_that_joins_again_at_once_goes_on_with_its_own_requests(
     assert again.wait() == 0
 
 
-@pytest.mark.slow  # Which requests move: tests/unit/test_relocation.py.
+@pytest.mark.slow  # Which requests move: tests/unit/client/test_relocation.py.
 def test_a_host_that_joins_again_later_is_given_new_requests_only(
     two: tuple[Run, CoreHost], port: int, start_host: Callable[..., CoreHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:

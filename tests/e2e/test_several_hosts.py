@@ -197,7 +197,7 @@ def test_a_port_in_use_is_named_and_nothing_stays(offset: int, port: int) -> Non
     assert raised.value.usage
 
 
-@pytest.mark.slow  # The error message: tests/unit/test_cluster.py.
+@pytest.mark.slow  # The error message: tests/unit/distributed/test_cluster.py.
 def test_an_address_of_no_interface_here_is_refused(port: int) -> None:
     with pytest.raises(
         EngineDeadError, match=r"master_addr is 203\.0\.113\.9, which is not an address of this machine"
@@ -205,7 +205,7 @@ def test_an_address_of_no_interface_here_is_refused(port: int) -> None:
         first_host(port, parallel={"master_addr": "203.0.113.9"})
 
 
-@pytest.mark.slow  # The error message: tests/unit/test_cluster.py.
+@pytest.mark.slow  # The error message: tests/unit/distributed/test_cluster.py.
 def test_without_a_key_no_socket_listens_for_other_machines(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CLUSTER_KEY_ENV)
     with pytest.raises(
@@ -307,7 +307,7 @@ def test_a_host_ends_with_a_server_that_is_asked_to_end_while_it_loads(
     assert "Traceback" not in host.stderr + server.stderr
 
 
-@pytest.mark.slow  # The parts of it: tests/unit/test_front_end_failure.py.
+@pytest.mark.slow  # The parts of it: tests/unit/client/test_front_end_failure.py.
 def test_a_host_says_why_the_server_failed_beside_an_engine_that_loads(
     port: int, start_host: Callable[..., KaonHost]
 ) -> None:

@@ -20,7 +20,7 @@ import yaml
 
 from tests.e2e.kaon_server import eventually
 from tests.ops.test_manifests import EXAMPLES, objects
-from tests.unit.test_kubernetes import OTHERS, templates
+from tests.unit.repository.test_kubernetes import OTHERS, templates
 from tools.manifests import BASE
 
 pytestmark = [

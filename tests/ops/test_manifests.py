@@ -14,7 +14,7 @@ from helm_python.chart import lint
 from helm_python.errors import HelmError
 
 from engine.config.settings import load_config
-from tests.unit.test_kubernetes import OTHERS, drain_of, faults, slept
+from tests.unit.repository.test_kubernetes import OTHERS, drain_of, faults, slept
 from tools import manifests
 from tools.manifests import BASE, CHART, rendered
 

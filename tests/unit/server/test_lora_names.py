@@ -12,7 +12,7 @@ from engine.config.settings import SettingsError, load_config
 from server.app import create_app
 from server.errors import ModelNotFound
 from server.frontend import Frontend
-from tests.unit.test_face import LoadingCore, client_of
+from tests.unit.server.test_face import LoadingCore, client_of
 
 ADAPTERS = ("one=/a/1", "team/two=/a/2=b")
 

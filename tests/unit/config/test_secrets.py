@@ -11,7 +11,7 @@ from engine.config.config import Config, ParallelConfig, ServerConfig
 from server import process as serve
 from server.service_manager import ServiceManager
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHOW = "from pathlib import Path; from server.process import mask_command_line as hide; hide(['sk-one', 'clé']); "
 SHOW += "print(Path('/proc/self/cmdline').read_text())"
 

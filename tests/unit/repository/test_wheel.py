@@ -12,7 +12,7 @@ import pytest
 from setuptools import Distribution
 from setuptools.config.pyprojecttoml import apply_configuration
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGES = ("engine", "kaon", "kvcache", "models", "server")
 DATA = {
     *(f"{package}/py.typed" for package in PACKAGES),

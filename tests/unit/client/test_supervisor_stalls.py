@@ -9,7 +9,7 @@ from engine.client import supervisor as watchdog
 from engine.client.supervisor import Supervisor
 from engine.config.config import Config
 from engine.messages import Failed
-from tests.unit.test_restarts import Clock
+from tests.unit.client.test_restarts import Clock
 
 
 class Link:

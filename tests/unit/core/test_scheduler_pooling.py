@@ -7,7 +7,7 @@ from engine.core.scheduler import Scheduler
 from engine.messages import PoolingParams, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from tests.unit.test_scheduler import BLOCK_SIZE, Queue, make_scheduler, make_seq, schedule
+from tests.unit.core.test_scheduler import BLOCK_SIZE, Queue, make_scheduler, make_seq, schedule
 
 
 def pooled(num_tokens: int, first: int = 10) -> Sequence:

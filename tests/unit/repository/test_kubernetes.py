@@ -13,7 +13,7 @@ import yaml
 from engine.config.config import CLUSTER_KEY_ENV, Config
 from engine.config.settings import load_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("kaon*.yaml"))
 OTHERS = [ROOT / "deploy" / "kubernetes" / f"{name}.yaml" for name in ("kserve", "ray")]
 """Kinds of platforms that create pods from templates of their own."""

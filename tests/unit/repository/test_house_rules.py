@@ -11,7 +11,7 @@ import pytest
 from tools.mutate import locate, resolve
 from tools.mutations import MUTATIONS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGES = ("kaon", "server", "engine", "kvcache", "models")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in SOURCES}

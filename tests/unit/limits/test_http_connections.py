@@ -26,7 +26,7 @@ from server.http import MAX_HEAD_BYTES, HttpProtocol, RequestTurns
 from server.limits.accounts import Accounts
 from server.limits.connections import Acceptor, Connection, ConnectionLimits, Connections
 from server.metrics import Metrics
-from tests.unit.test_tls import make_certificate
+from tests.unit.server.test_tls import make_certificate
 
 LIMITS = ConnectionLimits(connections=8, per_address=8)
 GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -13,7 +13,7 @@ from engine.config.settings import load_config
 from server import process as serve
 from server.limits.keys import ApiKeys
 
-DOCKERFILE = Path(__file__).parents[2] / "Dockerfile"
+DOCKERFILE = Path(__file__).parents[3] / "Dockerfile"
 WILDCARDS = ["0.0.0.0", "::", "0", "::ffff:0.0.0.0"]
 
 

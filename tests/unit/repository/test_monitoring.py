@@ -15,7 +15,7 @@ from engine.config.settings import SETTINGS
 from server.metrics import Metrics
 from tools.dashboards import FOLDER, PAGES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text())
 ALERTS = [rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 PIP = "-m pip install --disable-pip-version-check"
 PIP_INSTALL = f"{PIP} -c .venv/constraints.txt"

@@ -12,7 +12,7 @@ from engine.config.config import ServerConfig
 from engine.config.settings import SETTINGS
 from server.service_manager import ServiceManager
 
-UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "kaon.service"
+UNIT = Path(__file__).parents[3] / "deploy" / "systemd" / "kaon.service"
 
 
 @pytest.fixture

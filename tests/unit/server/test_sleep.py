@@ -8,7 +8,7 @@ import pytest
 from engine.config.config import Config
 from server.errors import ShuttingDown
 from server.frontend import Frontend
-from tests.unit.test_face import LoadingCore
+from tests.unit.server.test_face import LoadingCore
 
 
 class SlowCore(LoadingCore):

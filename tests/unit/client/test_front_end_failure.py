@@ -17,8 +17,8 @@ from engine.distributed.core_process import CoreProcess
 from engine.distributed.processes import ENDED, REMOVED
 from engine.messages import Failed
 from models.errors import CheckpointError
+from tests.unit.client.test_supervisor_stalls import Keeper
 from tests.unit.stub_supervisors import Cluster
-from tests.unit.test_supervisor_stalls import Keeper
 
 WHY = "tokenizer.json cannot be read. Check it; é"
 

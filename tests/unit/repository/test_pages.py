@@ -9,8 +9,8 @@ import pytest
 from engine.config.settings import SETTINGS
 from server.endpoints import all_endpoints
 from server.metrics import Metrics
-from tests.unit.test_house_rules import ROOT, committed_files, name_of
-from tests.unit.test_monitoring import known_names
+from tests.unit.repository.test_house_rules import ROOT, committed_files, name_of
+from tests.unit.repository.test_monitoring import known_names
 
 OF_OTHER_PROGRAMS = {"--build-arg", "--group-add", "--ipc", "--require-hashes", "--set", "--shm-size"}
 """Flags of docker, pip and helm in the text of pages; within commands, only those of `kaon` are looked at."""

@@ -10,7 +10,7 @@ import pytest
 
 from engine.distributed.step_transport import REPORTS, SLOT_BYTES, SLOTS, SharedMemorySteps
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WAIT_SECONDS = 60
 
 

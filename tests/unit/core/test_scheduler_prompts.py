@@ -6,7 +6,7 @@ from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.core.scheduler import Scheduler
 from engine.messages import RequestOutput, TokenLogprobs
 from engine.sequence import Sequence
-from tests.unit.test_scheduler import EOS, Queue, make_scheduler, make_seq, run_step, schedule
+from tests.unit.core.test_scheduler import EOS, Queue, make_scheduler, make_seq, run_step, schedule
 
 
 def step(scheduler: Scheduler) -> tuple[ScheduledBatch, list[RequestOutput]]:

@@ -31,7 +31,9 @@ StartRanks = Callable[..., tuple[AsyncIOProcManager, Failures]]
 def start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StartRanks]:
     """Starts ranks with `stub_rank`'s faults; when the test ends, none of them remains."""
     monkeypatch.setattr(rank_link, "RANK_MODULE", "stub_rank")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
     ended = Event()
     with ExitStack() as ends:
 
