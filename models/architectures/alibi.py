@@ -121,6 +121,8 @@ def _with_sizes(fields: Fields) -> Fields:
 def _complete_bloom(fields: Fields) -> Fields:
     if fields.boolean("apply_residual_connection_post_layernorm", False):
         raise fields.invalid("apply_residual_connection_post_layernorm", "false, as in all published checkpoints")
+    if fields.boolean("slow_but_exact", False) and fields.integer("pretraining_tp", 1) > 1:
+        raise fields.invalid("slow_but_exact", "false: with pretraining_tp above 1, transformers then drops biases")
     return _with_sizes(fields)
 
 

@@ -13,7 +13,10 @@ from models.errors import CheckpointError
 from models.layers.pooling import PoolingHead, VectorLayer
 from models.loading.checkpoint import weight_files
 
-_LANGUAGE_HEADS = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
+_LANGUAGE_HEADS = (
+    *("lm_head.weight", "embed_out.weight", "model.embed_tokens.weight", "embed_tokens.weight"),
+    *("word_embeddings.weight", "wte.weight", "embeddings.weight"),
+)
 """Names of the tensor with the logit weights of tokens, in order of precedence: the head, or the tied embedding."""
 
 
@@ -58,7 +61,8 @@ def _answer_layer(path: Path, no_and_yes: tuple[str | int | None, str | int]) ->
     files = weight_files(path)
     no, yes = (None if token is None else _token_row(path, files, _token_id(path, token)) for token in no_and_yes)
     assert yes is not None
-    return VectorLayer((yes if no is None else yes - no)[None], None)
+    weight, bias = yes if no is None else tuple(each - other for each, other in zip(yes, no, strict=True))
+    return VectorLayer(weight[None], bias[None])
 
 
 def _token_id(path: Path, token: str | int) -> int:
@@ -74,12 +78,13 @@ def _token_id(path: Path, token: str | int) -> int:
     return found
 
 
-def _token_row(path: Path, files: Iterable[Path], token_id: int) -> torch.Tensor:
-    """Return the row of the language-model head that computes a token's logit."""
+def _token_row(path: Path, files: Iterable[Path], token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row and the bias of the language-model head that compute a token's logit. # [hidden_size], []"""
     for name in _LANGUAGE_HEADS:
         row = _find(files, name, token_id)
         if row is not None:
-            return row
+            bias = _find(files, "lm_head.bias", token_id)
+            return row, row.new_zeros(()) if bias is None else bias
     raise CheckpointError(f"{path} lacks {_LANGUAGE_HEADS[0]}, which its score needs")
 
 

@@ -15,7 +15,7 @@ from models.loading.loader import default_dtype, load_model
 from models.ops.columns import precede_heads
 from models.ops.cpu import runtime
 from models.ops.torch_ops import rotate
-from tests.parity.checkpoints import make_checkpoint
+from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_computes, prompt
 from tests.parity.variants import Variant
 from tests.parity.variants.older import VARIANTS
@@ -109,6 +109,14 @@ def test_a_model_of_mpt_that_transformers_computes_otherwise_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=f"{name} of .* must be {wanted}"):
         config_of(tmp_path, **{name: value})
+
+
+def test_an_option_of_bloom_by_which_transformers_drops_biases_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, variant_of("BloomForCausalLM").family, slow_but_exact=True, pretraining_tp=2)
+    with pytest.raises(CheckpointError, match=r"slow_but_exact of .* is true; it must be false"):
+        ModelConfig.from_checkpoint(path)
+    edit_json(path / "config.json", pretraining_tp=1)
+    ModelConfig.from_checkpoint(path)
 
 
 @pytest.mark.parametrize("architecture", ["BloomForCausalLM", "MptForCausalLM"])

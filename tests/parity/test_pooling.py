@@ -259,6 +259,18 @@ def test_a_reranker_compares_the_logits_of_two_answers(tmp_path: Path, tied: boo
         assert_close(vector, last[[no, yes]].softmax(0)[1:].numpy())
 
 
+@pytest.mark.parametrize("variant", OLDER, ids=lambda variant: variant.architecture)
+def test_rerankers_whose_tensors_have_other_names(variant: Variant, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    edit_json(path / "config.json", classifier_from_token=["n", "y"])
+    no, yes = (Tokenizer.from_checkpoint(path).token_id(token) for token in "ny")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for vector, prompt in zip(PoolingEngine(load_pooling(path)).run(prompts()).vectors, prompts(), strict=True):
+        with torch.inference_mode():
+            last = model(torch.tensor([prompt])).logits[0, -1]
+        assert_close(vector, last[[no, yes]].softmax(0)[1:].numpy())
+
+
 def test_sentence_transformers_module_of_scores_is_the_same(tmp_path: Path) -> None:
     path = qwen3_reranker(tmp_path)
     by_tokens = PoolingEngine(load_pooling(path)).run(prompts())
