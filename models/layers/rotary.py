@@ -180,13 +180,14 @@ class RotaryByLength(nn.Module):
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
         """Return the result of `rotary`, with each position computed for its sequence's length.
 
-        # x, [1, tokens] int64 -> one or two tensors [1, tokens, ...]
+        # x, [B, n] int64 -> one or two tensors [B, n, ...]
         """
         positions = self._carried()
         if positions is None:
             self._forget()
             return self.rotary(x, position_ids, *arguments, **keywords)
-        lengths = lengths_of(positions)
+        lengths, shape = lengths_of(positions), position_ids.shape
+        position_ids = position_ids.reshape(1, -1)
         if self._context.grows:
             lengths = torch.maximum(lengths, position_ids[0] + 1)
         lengths = lengths.clamp(min=self._context.original)
@@ -201,6 +202,7 @@ class RotaryByLength(nn.Module):
                 tables = [part.new_empty(1, len(lengths), *part.shape[2:]) for part in parts]
             for table, part in zip(tables, parts, strict=True):
                 table[:, rows] = part[:, :-1]
+        tables = [table.view(*shape, *table.shape[2:]) for table in tables]
         return tuple(tables) if isinstance(found, tuple) else tables[0]
 
     def _forget(self) -> None:

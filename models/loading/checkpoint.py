@@ -26,9 +26,17 @@ _INDEX_FILE = "model.safetensors.index.json"
 _NAMED_IN_ERRORS = 5
 ModelImpl: TypeAlias = Literal["auto", "kaon", "transformers"]
 """The code that runs a model; `auto`: Kaon's own if it implements the architecture, else transformers'."""
-_LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+_LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx", "context_length")
 """Fields that hold the context length, in order of precedence."""
-_LAYER_KINDS = {"full_attention", "sliding_attention", *INDEXED_LAYERS}
+_NO_LENGTH = 1 << 17
+"""The context of models without attention: states have no longest context, but block tables need a limit."""
+_LAYER_KINDS = {
+    "full_attention",
+    "sliding_attention",
+    *INDEXED_LAYERS,
+    *("conv", "linear_attention", "hybrid", "hybrid_sliding", "moe", "mlp"),
+}
+"""The kinds of layers that the general route serves; those of the last line have states, or no attention."""
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -136,6 +144,11 @@ class TransformersConfig(CheckpointConfig):
 
         Raises `CheckpointError` for a model that cannot be served.
         """
+        if (kind := str(config.values.get("model_type"))).endswith("_assistant"):
+            raise CheckpointError(
+                f"model_type of {config.where} is {kind}, a drafter that reads hidden states, keys and values of the "
+                "model that it drafts for; serve that model"
+            )
         whole = _auto_config(path, config)
         architecture = _architecture(config, whole)
         if getattr(whole, "is_encoder_decoder", False):
@@ -151,7 +164,7 @@ class TransformersConfig(CheckpointConfig):
         if others := sorted(set(kinds) - _LAYER_KINDS):
             raise CheckpointError(
                 f"{architecture} of {config.where} has layers of {' and '.join(others)}, which the general route "
-                "cannot serve: it serves full, sliding-window and indexed attention, and no recurrent state"
+                "cannot serve: it serves full, sliding-window and indexed attention, and recurrent states"
             )
         if getattr(text, "alibi", False) or getattr(getattr(text, "attn_config", None), "alibi", False):
             raise CheckpointError(
@@ -163,7 +176,10 @@ class TransformersConfig(CheckpointConfig):
             stretched = int(rope.original * text.rope_parameters.get("factor", 1.0))
         length = next((name for name in _LENGTHS if getattr(text, name, None) is not None), _LENGTHS[0])
         names = ("vocab_size", "bos_token_id", "eos_token_id", length)
-        read = Fields({name: getattr(text, name, None) for name in names}, config.where)
+        values = {name: getattr(text, name, None) for name in names}
+        if values[length] is None and getattr(text, "num_attention_heads", None) is None:
+            values[length] = _NO_LENGTH
+        read = Fields(values, config.where)
         bos = generation.token_ids("bos_token_id") or read.token_ids("bos_token_id")
         return cls(
             architecture=architecture,

@@ -5,9 +5,11 @@ Every attention module of transformers calls one function, which is registered u
 `install` then gives each recorded module a `PagedAttention` or an `IndexedAttention`, each with a cache of its own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -48,6 +50,20 @@ _HARMLESS = frozenset(
 )
 """Arguments of a call that do not change the attention, or that other code reads."""
 _READ = frozenset({"attention_mask", "scaling", "sliding_window", "softcap", "s_aux"})
+_METHOD = "_attn"
+"""A method of older models' attention modules, which receives queries, keys and values, and returns the output."""
+_METHODS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
+    {
+        "modeling_codegen.CodeGenAttention": lambda module: {"scaling": 1 / module.scale_attn},
+        "modeling_gpt_neo.GPTNeoSelfAttention": lambda module: {
+            "scaling": 1.0,
+            "sliding_window": module.config.window_size if module.attention_type == "local" else None,
+        },
+        "modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": lambda module: {"scaling": 1 / module.norm_factor},
+        "modeling_openai.Attention": lambda module: {"scaling": None if module.scale else 1.0, "is_transposed": True},
+    }
+)
+"""Attention modules that do not use transformers' interface but have such a method: the options of their calls."""
 
 
 class PagedAttention:
@@ -99,16 +115,15 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Attend to the paged cache.
 
-        # [1, heads, tokens, key_dim], [1, kv_heads, tokens, key_dim], [1, kv_heads, tokens, value_dim]
-        # -> [1, tokens, heads, value_dim]
+        # [B, heads, n, key_dim], [B, kv_heads, n, key_dim], [B, kv_heads, n, value_dim] -> [B, n, heads, value_dim]
         """
         q, k, v = (self._rows(part) for part in (query, key, value))
         out: torch.Tensor = self.attend(q, k, v, s_aux if self.has_sinks else None)
-        return out[..., : self.value_dim].to(query.dtype)[None]
+        return out[..., : self.value_dim].to(query.dtype).view(len(query), -1, *out.shape[1:-1], self.value_dim)
 
     def _rows(self, part: torch.Tensor) -> torch.Tensor:
-        """# [1, heads, tokens, dim] -> [tokens, heads, head_dim]"""
-        rows = part[0].transpose(0, 1).to(self.dtype)
+        """# [B, heads, n, dim] -> [B * n, heads, head_dim]"""
+        rows = part.transpose(1, 2).flatten(0, 1).to(self.dtype)
         if rows.shape[-1] < self.head_dim:
             return F.pad(rows, (0, self.head_dim - rows.shape[-1]))
         return rows.contiguous()
@@ -288,37 +303,35 @@ class _Row:
 @contextmanager
 def watch_attention(
     model: nn.Module, architecture: str, dtype: torch.dtype, indexed: IndexedCaches | None
-) -> Iterator[dict[nn.Module, PagedAttention | IndexedAttention]]:
-    """Within the context, record each attention module of `model` in the order of calls; calls return zeros.
+) -> Iterator[dict[nn.Module, list[PagedAttention | IndexedAttention]]]:
+    """Within the context, record the calls of each attention module of `model`; calls return zeros.
 
     `indexed`: the caches of a model with indexed attention, or None. A call that paged attention cannot serve raises
     `CheckpointError`.
     """
-    found: dict[nn.Module, PagedAttention | IndexedAttention] = {}
+    found: dict[nn.Module, list[PagedAttention | IndexedAttention]] = {}
     masks = _Masks(architecture)
 
     def record(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **call: Any) -> Any:
-        if module in found:
-            raise CheckpointError(
-                f"{architecture} runs one attention layer several times a token, which the general route cannot "
-                "serve: each layer has one cache"
-            )
-        name = f"attention.{len(found)}"
+        calls = found.setdefault(module, [])
+        name = f"attention.{sum(map(len, found.values()))}"
         if indexed is not None and call.pop("indices", None) is not None:
             _refuse_call(architecture, module, query, key, value, call)
-            found[module] = IndexedAttention(name, module, indexed, query, value, call)
+            calls.append(IndexedAttention(name, module, indexed, query, value, call))
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
         _refuse_call(architecture, module, query, key, value, call)
-        found[module] = PagedAttention(
-            name,
-            query,
-            key,
-            value,
-            dtype=dtype,
-            scaling=call.get("scaling"),
-            sliding_window=masks.window(call),
-            softcap=call.get("softcap"),
-            has_sinks=call.get("s_aux") is not None,
+        calls.append(
+            PagedAttention(
+                name,
+                query,
+                key,
+                value,
+                dtype=dtype,
+                scaling=call.get("scaling"),
+                sliding_window=masks.window(call),
+                softcap=call.get("softcap"),
+                has_sinks=call.get("s_aux") is not None,
+            )
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
@@ -333,15 +346,76 @@ def watch_attention(
         delattr(module, _ATTRIBUTE)
 
 
-def install(found: dict[nn.Module, PagedAttention | IndexedAttention]) -> None:
-    """Attach each module's attention, which the implementation `PAGED` calls."""
+def replace_methods(model: nn.Module) -> bool:
+    """Have the attention methods in `_METHODS` call the attention attached to their modules; return whether there are
+    such methods."""
+    found = False
+    for module in model.modules():
+        kind = type(module)
+        options = _METHODS.get(f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}")
+        if options is not None:
+            setattr(module, _METHOD, partial(_answer_method, module, **options(module)))
+            found = True
+    return found
+
+
+def _answer_method(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_unused: Any,
+    is_transposed: bool = False,
+    **call: Any,
+) -> list[torch.Tensor | None]:
+    """Return the output, and no weights. # 3 x [B, heads, n, dim] -> [B, heads, n, dim]
+
+    Transposed keys are [B, heads, dim, n].
+    """
+    key = key.transpose(-1, -2) if is_transposed else key
+    return [getattr(module, _ATTRIBUTE)(module, query, key, value, **call).transpose(1, 2), None]
+
+
+def install(found: dict[nn.Module, list[PagedAttention | IndexedAttention]]) -> "Calls":
+    """Attach each module's attention, which the implementation `PAGED` calls; return the count of calls."""
+    calls = Calls()
     for module, attention in found.items():
-        setattr(module, _ATTRIBUTE, _installed(attention))
+        setattr(module, _ATTRIBUTE, calls.numbered(attention))
+    return calls
+
+
+class Calls:
+    """Numbers the calls of each attention module in a pass: a module that is called several times has as many
+    caches."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def restart(self) -> None:
+        """Begin a pass."""
+        self._counts.clear()
+
+    def numbered(self, attention: list[PagedAttention | IndexedAttention]) -> Callable[..., torch.Tensor]:
+        """Return the function that serves a module by `attention`, one for each call in a pass."""
+        only = attention[0]
+        if len(attention) == 1:
+            return lambda _module, query, key, value, **call: only(query, key, value, **call)
+
+        def answer(
+            module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **call: Any
+        ) -> torch.Tensor:
+            number = self._counts.get(id(module), 0)
+            self._counts[id(module)] = number + 1
+            return attention[number](query, key, value, **call)
+
+        return answer
 
 
 @contextmanager
 def using_attention(model: nn.Module, implementation: str) -> Iterator[None]:
-    """Within the context, all of `model` uses this implementation of transformers' attention interface."""
+    """Within the context, all of `model` uses this implementation of transformers' attention interface, or `eager`."""
+    methods = [module for module in model.modules() if _METHOD in vars(module)] if implementation == "eager" else []
+    replaced = [vars(module).pop(_METHOD) for module in methods]
     previous: dict[int, tuple[Any, str]] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -354,6 +428,8 @@ def using_attention(model: nn.Module, implementation: str) -> Iterator[None]:
     finally:
         for config, own in previous.values():
             config._attn_implementation = own
+        for module, method in zip(methods, replaced, strict=True):
+            setattr(module, _METHOD, method)
 
 
 def _answer(
@@ -366,15 +442,6 @@ def _answer(
 ) -> tuple[torch.Tensor, None]:
     """The registered function, which calls the attention attached to the module. # 3 x [1, heads, tokens, dim]"""
     return getattr(module, _ATTRIBUTE)(module, query, key, value, attention_mask=attention_mask, **call), None
-
-
-def _installed(attention: PagedAttention | IndexedAttention) -> Callable[..., torch.Tensor]:
-    def answer(
-        _module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **call: Any
-    ) -> torch.Tensor:
-        return attention(query, key, value, **call)
-
-    return answer
 
 
 def _refuse_call(

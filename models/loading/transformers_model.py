@@ -6,6 +6,7 @@ weights; and the check that batched steps over paged caches give the same logits
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -19,11 +20,11 @@ from transformers.utils import logging as transformers_logging
 
 from models.architectures.registry import INDEXED_LAYERS
 from models.attention.backend import AttentionBatch, select_backend
-from models.attention.context import Context, forward_context
+from models.attention.context import Context, forward_context, get_forward_context
 from models.config.fields import read_config
 from models.config.rope import RopeContext, without_lengths
 from models.errors import CheckpointError, first_line
-from models.layers.base import CacheSpec, KVCacheSpec, VectorCacheSpec
+from models.layers.base import CacheSpec, KVCacheSpec, StateCacheSpec, VectorCacheSpec
 from models.layers.rotary import RotaryByLength
 from models.loading.checkpoint import TransformersConfig, causal_model_class, some, tensors_of_file, weight_files
 from models.loading.transformers_attention import (
@@ -32,12 +33,16 @@ from models.loading.transformers_attention import (
     IndexedCaches,
     PagedAttention,
     install,
+    replace_methods,
     using_attention,
     watch_attention,
 )
-from models.ops.types import KVCacheTensor, LayerCache, VectorCache
+from models.loading.transformers_states import RecurrentStates, context_of_part
+from models.ops.types import KVCacheTensor, LayerCache, StateCache, VectorCache
 from models.quantization.config import QuantizationConfig
 from models.quantization.dequantize import Dequantizer
+
+_log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
 _LENGTHS = (9, 5)
@@ -58,23 +63,18 @@ def load_transformers_model(
     """
     (transformers_logging.enable_progress_bar if progress else transformers_logging.disable_progress_bar)()
     try:
-        if config.quantization is not None:
-            model, report = load_dequantized(path, config.quantization, dtype=dtype, attention=PAGED)
-        else:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=dtype,
-                attn_implementation=PAGED,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+        try:
+            model, report = _load(path, config, dtype, PAGED)
+        except KeyError as error:
+            if error.args != (PAGED,):
+                raise
+            # The model chooses among attention classes of its own.
+            model, report = _load(path, config, dtype, "eager")
+            if not replace_methods(model):
+                raise _has_attention_of_its_own(config.architecture) from error
     except CheckpointError:
         raise
     except KeyError as error:
-        if error.args == (PAGED,):
-            raise _has_attention_of_its_own(config.architecture) from error
         raise CheckpointError(f"transformers cannot load {path}: it misses {first_line(error)}") from error
     except Exception as error:  # Model classes may raise anything.
         _require_padding_token(path)
@@ -87,6 +87,7 @@ def load_transformers_model(
         model = model.to(device).eval()
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({first_line(error)})") from error
+    replace_methods(model)
     served = TransformersModel(model, config, dtype)
     try:
         check_paged_equivalence(served, config, dtype=dtype, device=device)
@@ -94,7 +95,29 @@ def load_transformers_model(
         raise
     except Exception as error:  # The model's code may raise anything.
         raise CheckpointError(f"{config.architecture} fails on its first tokens: {first_line(error)}") from error
+    if served.states is not None and served.states.by_token:
+        _log.warning(
+            "%s computes several tokens from an empty state only: chunks of a prompt after the first one are computed "
+            "token by token; raise max_num_batched_tokens so that most prompts have one chunk",
+            config.architecture,
+        )
     return served
+
+
+def _load(path: Path, config: TransformersConfig, dtype: torch.dtype, attention: str) -> tuple[Any, dict[str, Any]]:
+    """Return transformers' model of `path` and the loading report. Raises any exception of transformers."""
+    if config.quantization is not None:
+        return load_dequantized(path, config.quantization, dtype=dtype, attention=attention)
+    loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=dtype,
+        attn_implementation=attention,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    return loaded
 
 
 class TransformersModel(nn.Module):
@@ -112,24 +135,51 @@ class TransformersModel(nn.Module):
         """Positions of the current pass with the lengths that they carry; None outside `forward`."""
         _follow_lengths(model, config.rope_context(config.max_model_len), lambda: self._carried)
         self._indexed = _indexed_caches(model, config.architecture)
-        structure = _find_structure(model, config.architecture, dtype, self._indexed)
-        install(structure.attention)
-        self._attention = list(structure.attention.values())
+        self.states = RecurrentStates.of(model)
+        if self.states is not None and self._indexed is not None:
+            raise CheckpointError(
+                f"{config.architecture} has recurrent states and an indexer of tokens, which the general route cannot "
+                "serve together"
+            )
+        """The recurrent states of its layers; None if it has none."""
+        structure = _find_structure(model, config.architecture, dtype, self._indexed, self.states)
+        self._calls = install(structure.attention)
+        self._attention = [attention for calls in structure.attention.values() for attention in calls]
         self._body = [structure.body]
         """A list of one module, so that torch does not register the module and its weights a second time."""
         self._output_class = structure.output_class
         self._compute_body = structure.body.forward
+        self._takes_positions = structure.takes_positions
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Compute the final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
-        plain = without_lengths(positions)
-        caches = {} if self._indexed is None else self._indexed.served(plain)
-        self._carried = positions
+        if self.states is None:
+            caches = {} if self._indexed is None else self._indexed.served(without_lengths(positions))
+            output = self._run_body(input_ids[None], positions[None], {"use_cache": False, **caches})
+            return cast(torch.Tensor, output.last_hidden_state[0])
+        metadata = get_forward_context().attn_metadata
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for part in self.states.parts():
+            of_part = positions[part.tokens]
+            with context_of_part(part, metadata, without_lengths(of_part)):
+                output = self._run_body(input_ids[part.tokens], of_part, self.states.read(part))
+                self.states.write(part, output)
+            parts.append((part.tokens, output.last_hidden_state))
+        hidden = parts[0][1].new_empty(len(input_ids), parts[0][1].shape[-1])
+        for tokens, computed in parts:
+            hidden[tokens] = computed
+        return hidden
+
+    def _run_body(self, input_ids: torch.Tensor, positions: torch.Tensor, arguments: dict[str, Any]) -> Any:
+        """Return the body's output. # 2 x [B, n] int64"""
+        if self._takes_positions:
+            arguments["position_ids"] = without_lengths(positions)
+        self._calls.restart()
+        self._carried = positions.flatten()
         try:
-            output = self._body[0](input_ids=input_ids[None], position_ids=plain[None], use_cache=False, **caches)
+            return self._body[0](input_ids=input_ids, **arguments)
         finally:
             self._carried = None
-        return cast(torch.Tensor, output.last_hidden_state[0])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the model's own forward pass with `hidden` in place of the body's output.
@@ -152,7 +202,8 @@ class TransformersModel(nn.Module):
     def kv_cache_layers(self) -> list[CacheSpec]:
         """See `CausalLM`."""
         specs: list[CacheSpec] = [attention.cache_spec for attention in self._attention]
-        return specs + ([] if self._indexed is None else list(self._indexed.index_specs.values()))
+        specs += [] if self._indexed is None else list(self._indexed.index_specs.values())
+        return specs + ([] if self.states is None else [self.states.spec])
 
     def linear_layers(self) -> dict[str, nn.Linear]:
         """Return the linear layers that may have LoRA adapters, by transformers' names.
@@ -175,11 +226,13 @@ class TransformersModel(nn.Module):
 class _Structure(NamedTuple):
     """A model's structure, as found by a forward pass."""
 
-    attention: dict[nn.Module, PagedAttention | IndexedAttention]
+    attention: dict[nn.Module, list[PagedAttention | IndexedAttention]]
+    """By module, that of each call of the module in a pass."""
     body: nn.Module
     """The module that computes hidden states, which the model's own `forward` calls."""
     output_class: Callable[..., Any]
     """The class of the body's output."""
+    takes_positions: bool
 
 
 def _indexed_caches(model: nn.Module, architecture: str) -> IndexedCaches | None:
@@ -189,7 +242,11 @@ def _indexed_caches(model: nn.Module, architecture: str) -> IndexedCaches | None
 
 
 def _find_structure(
-    model: nn.Module, architecture: str, dtype: torch.dtype, indexed: IndexedCaches | None
+    model: nn.Module,
+    architecture: str,
+    dtype: torch.dtype,
+    indexed: IndexedCaches | None,
+    states: RecurrentStates | None,
 ) -> _Structure:
     """Run a few tokens and record which modules run. Raises `CheckpointError` for a model that cannot be served."""
     depth = 0
@@ -211,8 +268,12 @@ def _find_structure(
     tokens = torch.arange(4, device=next(model.parameters()).device)[None]
     try:
         with torch.inference_mode(), watch_attention(model, architecture, dtype, indexed) as attention:
-            caches = {} if indexed is None else indexed.watched(tokens)
-            model(input_ids=tokens, position_ids=tokens, use_cache=False, **caches)
+            arguments = {"use_cache": False, **({} if indexed is None else indexed.watched(tokens))}
+            if states is not None:
+                arguments = states.watched()
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                arguments["position_ids"] = tokens
+            model(input_ids=tokens, **arguments)
     except CheckpointError:
         raise
     except Exception as error:  # The model's code may raise anything.
@@ -223,18 +284,27 @@ def _find_structure(
     finally:
         for hook in hooks:
             hook.remove()
-    if not attention:
+    if not attention and states is None:
         raise _has_attention_of_its_own(architecture)
-    inside = next(iter(attention))
-    bodies = [(module, output) for module, output in outermost if inside in set(module.modules())]
-    if len(bodies) != 1 or not hasattr(bodies[0][1], "last_hidden_state"):
+    inside = set(attention)
+    bodies = [(module, output) for module, output in outermost if hasattr(output, "last_hidden_state")]
+    if len(bodies) != 1 or not inside <= set(bodies[0][0].modules()):
         raise CheckpointError(f"{architecture} is not a body and a head, so the general route cannot serve it")
-    if "position_ids" not in inspect.signature(bodies[0][0].forward).parameters:
+    body, output = bodies[0]
+    takes_positions = "position_ids" in inspect.signature(body.forward).parameters
+    if attention and not takes_positions:
         raise CheckpointError(
             f"{architecture} takes no position_ids (it counts positions from the start of a step), so the general "
             "route cannot serve it"
         )
-    return _Structure(attention, bodies[0][0], type(bodies[0][1]))
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in body.modules()):
+        raise CheckpointError(
+            f"{architecture} counts positions from pad_token_id + 1 and leaves out padding tokens, which the general "
+            "route cannot serve"
+        )
+    if states is not None:
+        states.record(output)
+    return _Structure(attention, body, type(output), takes_positions)
 
 
 def _follow_lengths(model: nn.Module, context: RopeContext | None, carried: Callable[[], torch.Tensor | None]) -> None:
@@ -266,7 +336,7 @@ def _follow_lengths(model: nn.Module, context: RopeContext | None, carried: Call
 def _has_attention_of_its_own(architecture: str) -> CheckpointError:
     return CheckpointError(
         f"{architecture} computes no attention through transformers' attention interface (it has its own, as models "
-        "with ALiBi biases do, or keeps a recurrent state), so the general route cannot serve it"
+        "with ALiBi biases do), so the general route cannot serve it"
     )
 
 
@@ -365,17 +435,28 @@ def check_paged_equivalence(
     sequences = [(torch.arange(length) * 7 + index) % config.vocab_size for index, length in enumerate(_LENGTHS)]
     sequences = [tokens.to(device) for tokens in sequences]
     with torch.inference_mode():
-        paged = _in_steps(model, sequences, dtype, device)
-        for found, tokens in zip(paged, sequences, strict=True):
-            alone = model.reference_logits(tokens)
-            error = (found - alone).norm() / (alone - alone.mean(-1, keepdim=True)).norm()
-            # `not <=` also rejects NaN.
-            if not error <= _TOLERANCE.get(dtype, _COARSE_TOLERANCE):
-                raise CheckpointError(
-                    f"{config.architecture} gives other logits in a batch than alone (by {float(error):.1%}): it "
-                    "computes more across tokens than causal attention, such as a recurrent state or a convolution, "
-                    "which the general route cannot serve"
-                )
+        alone = [model.reference_logits(tokens) for tokens in sequences]
+        error = _largest_error(_in_steps(model, sequences, dtype, device), alone)
+        tolerance = _TOLERANCE.get(dtype, _COARSE_TOLERANCE)
+        # `not <=` also rejects NaN.
+        if not error <= tolerance and model.states is not None:
+            model.states.by_token = True
+            error = _largest_error(_in_steps(model, sequences, dtype, device), alone)
+        if not error <= tolerance:
+            raise CheckpointError(
+                f"{config.architecture} gives other logits in a batch than alone (by {error:.1%}): it computes more "
+                "across tokens than causal attention and the states that it returns, which the general route cannot "
+                "serve"
+            )
+
+
+def _largest_error(found: list[torch.Tensor], alone: list[torch.Tensor]) -> float:
+    """Return the largest error of a sequence's logits, relative to their spread; NaN if one is NaN."""
+    errors = [
+        (one - other).norm() / (other - other.mean(-1, keepdim=True)).norm()
+        for one, other in zip(found, alone, strict=True)
+    ]
+    return float(torch.stack(errors).max())
 
 
 def _in_steps(
@@ -385,6 +466,11 @@ def _in_steps(
     backend = select_backend(device)
     caches: dict[str, LayerCache] = {}
     for spec in model.kv_cache_layers():
+        if isinstance(spec, StateCacheSpec):
+            states = zip(spec.shapes, spec.dtypes, strict=True)
+            own = tuple(torch.zeros(len(sequences), *shape, dtype=kind, device=device) for shape, kind in states)
+            caches[spec.name] = StateCache(own)
+            continue
         if isinstance(spec, VectorCacheSpec):
             vectors = torch.zeros(len(sequences), _BLOCK_SIZE, spec.dim, dtype=dtype, device=device)
             caches[spec.name] = VectorCache(vectors)
@@ -406,6 +492,7 @@ def _in_steps(
                     [np.arange(start, end) + sequence * _BLOCK_SIZE for sequence, start, end in spans]
                 ),
                 num_decodes=num_decodes,
+                states=np.array([sequence for sequence, _, _ in spans]) if model.states is not None else None,
             )
         )
         at = torch.from_numpy(positions).to(device)

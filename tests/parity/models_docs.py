@@ -11,7 +11,7 @@ from types import MappingProxyType
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS
-from tests.parity.foreign_models import ALSO_REFUSED, COMPARED, REFUSED, SERVED
+from tests.parity.foreign_models import ALSO_REFUSED, COMPARED, REFUSED, REFUSED_CONFIGS, SERVED
 from tests.parity.variants import PARTLY_TORCH, all_variants
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
@@ -55,28 +55,19 @@ def general_route_table() -> str:
     return _table(("Proven to", "Architectures"), [("run", served), ("be refused", refused)])
 
 
-_RUN_BY = (
-    "Kaon's own model",
-    "the general route",
-    "the general route, only prompts compared",
-    "the general route, not proven",
-    "none: refused",
-)
-
-
 def causal_models_table() -> str:
-    """Every causal model of the installed transformers, by the code that runs it."""
-    served = {foreign.architecture for foreign in SERVED}
-    compared = {foreign.architecture for foreign in COMPARED}
-    refused = {foreign.architecture for foreign, _ in (*REFUSED, *ALSO_REFUSED)}
-    own, general, prompts, unproven, none = _RUN_BY
-    kinds: dict[str, list[str]] = {kind: [] for kind in _RUN_BY}
+    """Every causal model of the installed transformers, by the code that runs it, or by the reason why none does."""
+    reasons = {foreign.architecture: reason for foreign, reason in (*REFUSED, *ALSO_REFUSED)}
+    reasons |= dict(REFUSED_CONFIGS.values())
+    kinds = {foreign.architecture: "the general route" for foreign in SERVED}
+    kinds |= {foreign.architecture: "the general route, only prompts compared" for foreign in COMPARED}
+    kinds |= {name: f"none: {reason.replace(' of .*', '')}" for name, reason in reasons.items()}
+    kinds |= dict.fromkeys((*ARCHITECTURES, *TEXT_PARTS), "Kaon's own model")
+    rows: dict[str, list[str]] = {}
     for name in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())):
-        has_own = name in ARCHITECTURES or name in TEXT_PARTS
-        kind = own if has_own else general if name in served else none if name in refused else unproven
-        kind = prompts if kind == unproven and name in compared else kind
-        kinds[kind].append(f"`{name}`")
-    return _table(("Run by", "Architectures"), [(kind, ", ".join(names)) for kind, names in kinds.items()])
+        rows.setdefault(kinds.get(name, "the general route, not proven"), []).append(f"`{name}`")
+    order = sorted(rows, key=lambda kind: (kind.startswith("none"), kind))
+    return _table(("Run by", "Architectures"), [(kind, ", ".join(rows[kind])) for kind in order])
 
 
 TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(

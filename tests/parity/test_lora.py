@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import Starcoder2Config, Starcoder2ForCausalLM
+from transformers import Starcoder2Config, Starcoder2ForCausalLM, ZayaConfig, ZayaForCausalLM
 
 from engine.core.scheduler import Scheduler
 from engine.runner.model_runner import ModelRunner
@@ -249,13 +249,26 @@ def test_adapters_of_experts_that_do_not_fit_are_refused_in_a_sentence(
         load_adapters(model.model, {"wide": path}, dtype=torch.float32, device=CPU)
 
 
-@pytest.mark.parametrize("family", ["llama", "starcoder2"])
-def test_models_of_the_general_route_take_adapters(tmp_path: Path, family: Literal["llama", "starcoder2"]) -> None:
-    """Starcoder2 has no class here, biases, and projections with names of its own."""
-    made = Family(Starcoder2Config, Starcoder2ForCausalLM, {"use_bias": True}) if family == "starcoder2" else "llama"
+_GENERAL: dict[str, tuple[Family | Literal["llama"], set[str]]] = {
+    "llama": ("llama", {"q_proj", "down_proj"}),
+    # It has biases, and projections with names of its own.
+    "starcoder2": (
+        Family(Starcoder2Config, Starcoder2ForCausalLM, {"use_bias": True}),
+        {"q_proj", "o_proj", "c_fc", "c_proj"},
+    ),
+    # It has recurrent states, so that a step is computed in parts.
+    "zaya": (
+        Family(ZayaConfig, ZayaForCausalLM, {"num_experts": 4, "moe_intermediate_size": 48, "router_hidden_size": 24}),
+        {"q_proj", "o_proj"},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", _GENERAL)
+def test_models_of_the_general_route_take_adapters(tmp_path: Path, family: str) -> None:
+    made, leaves = _GENERAL[family]
     checkpoint = make_checkpoint(tmp_path / "base", made)
     base = read_weights(checkpoint)
-    leaves = {"q_proj", "o_proj", "c_fc", "c_proj"} if family == "starcoder2" else {"q_proj", "down_proj"}
     deltas = make_adapter(tmp_path / "wide", base, rank=8, alpha=4, leaves=leaves)
     references = {BASE: Reference(checkpoint), WIDE: Reference(merge(tmp_path / "merged", checkpoint, base, deltas))}
     runner = runner_for(checkpoint, model_impl="transformers", lora=[f"wide={tmp_path / 'wide'}"])

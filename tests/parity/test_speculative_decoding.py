@@ -25,6 +25,7 @@ from models.ops.cpu.runtime import load_library
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.foreign_models import SERVED
 from tests.parity.paged_model import prompt
 from tests.parity.paged_torch import CapturedTorchBackend
 from tests.parity.runners import rebuilt
@@ -167,6 +168,20 @@ def test_drafts_beside_chunks_of_prompts_and_in_few_blocks(
     runner = runner_for(checkpoint, **fields)
     runner.config = runner.config.model_copy(update={"num_kvcache_blocks": 7})
     assert answers(Ahead(runner).run(sequences())) == expected
+
+
+@pytest.mark.parametrize("stem", ["Rwkv", "Zaya"])
+def test_drafts_change_nothing_where_transformers_computes_the_states(
+    stem: str, tmp_path: Path, oracle: Install
+) -> None:
+    """Decodes of transformers' own code with different numbers of drafts, together and one by one."""
+    foreign = next(each for each in SERVED if each.stem == stem)
+    path = foreign.checkpoint(tmp_path, vocab_size=160)
+    expected = answers(waiting(runner_for(path), sequences()))
+    known = oracle(expected)
+    fields: dict[str, Any] = {"scheduling_policy": "mixed", "max_num_batched_tokens": 20, **SPECULATIVE}
+    assert answers(waiting(runner_for(path, **fields), sequences())) == expected
+    assert {0, 1, K} <= set(known.lengths)
 
 
 @pytest.mark.skipif(load_library() is None, reason="only the compiled operators give a token the same result alone")
