@@ -522,10 +522,11 @@ class ModelRunner:
                 self.sentinel is None
                 or inputs.bounds is not None
                 or (self._is_dummy_run and not self.sentinel.is_rehearsing)
+                or not self.sentinel.is_due(inputs)
             ):
                 hidden = self._hidden_states(on_device, num_tokens, has_adapters=has_adapters)  # [T, H]
             else:
-                with self.sentinel.observing(inputs, on_device.graph_size):
+                with self.sentinel.observing(on_device.graph_size):
                     hidden = self._hidden_states(on_device, num_tokens, has_adapters=has_adapters)
                 self.sentinel.note_step(inputs, on_device.metadata)
             prompt_logprobs = None

@@ -160,19 +160,20 @@ class Sentinel:
 
     # A step
 
-    @contextmanager
-    def observing(self, inputs: StepInputs, graph_size: int) -> Iterator[None]:
-        """A context for the pass of a step."""
+    def is_due(self, inputs: StepInputs) -> bool:
+        """Count a step, and return whether its pass is to be observed."""
         if inputs.num_decodes < len(inputs.query_lens) or inputs.query_len > 1 or len(inputs.pooled):
-            yield
-            return
-        if not self.is_rehearsing:
-            self._num_steps += 1
-            self._time_step()
-            self._advance()
-        if self._num_steps % self._interval and not self.is_rehearsing:
-            yield
-            return
+            return False
+        if self.is_rehearsing:
+            return True
+        self._num_steps += 1
+        self._time_step()
+        self._advance()
+        return self._num_steps % self._interval == 0
+
+    @contextmanager
+    def observing(self, graph_size: int) -> Iterator[None]:
+        """A context for the pass of a step that is due."""
         tap = self._of_graphs.get(graph_size)
         if graph_size == 0:
             tap = Tap(self._choose_layer())
@@ -200,7 +201,7 @@ class Sentinel:
         self._found.clear()
 
     def note_step(self, inputs: StepInputs, metadata: AttentionMetaData) -> None:
-        """Plan the comparisons of a step whose pass has run."""
+        """Plan the comparisons of a step whose pass was observed."""
         tap, self._tap = self._tap, None
         if tap is None:
             return
