@@ -188,10 +188,10 @@ class DeviceBatch:
         if inputs.states is not None:
             base = slots * target.states_per_slot
             valid = torch.where(unread, self._valid_states[slots], valid)
-            metadata.slots = base + valid
+            metadata.states = base + valid
             if length > 1:
                 later = base[:, None] + (valid[:, None] + offsets) % target.states_per_slot
-                metadata.slots_after = later.masked_fill(is_padding, NO_SLOT).flatten()
+                metadata.states_after = later.masked_fill(is_padding, NO_SLOT).flatten()
                 metadata.num_by_token = num_rows
         return DeviceInputs(ids.flatten(), positions.flatten(), last_tokens, sampled, metadata, graph_size, adapters)
 
@@ -219,8 +219,8 @@ class DeviceBatch:
         self.last_tokens.index_copy_(0, slots, token[:, 0])
         self.lengths.index_copy_(0, slots, lengths)
         if states_per_slot:
-            assert step.metadata.slots is not None
-            valid = step.metadata.slots[: len(slots)] - slots * states_per_slot
+            assert step.metadata.states is not None
+            valid = step.metadata.states[: len(slots)] - slots * states_per_slot
             self._valid_states.index_copy_(0, slots, (valid + latest[:, 0]) % states_per_slot)
         return Accepted(num_accepted, lengths, last, tokens)
 

@@ -39,8 +39,8 @@ class AttentionBatch:
     num_decodes: int
     query_len: int = 1
     """Tokens of a decode row: one plus the drafts that are verified with it."""
-    states: npt.NDArray[np.int64] | None = None  # [B], see `AttentionMetaData.slots`; None where layers keep none
-    states_after: npt.NDArray[np.int64] | None = None  # [T], see `AttentionMetaData.slots_after`
+    states: npt.NDArray[np.int64] | None = None  # [B], see `AttentionMetaData.states`; None where layers keep none
+    states_after: npt.NDArray[np.int64] | None = None  # [T], see `AttentionMetaData.states_after`
     num_by_token: int = 0
     """See `AttentionMetaData.num_by_token`."""
 
@@ -65,13 +65,13 @@ class AttentionMetaData:
     """Number of leading rows with `query_len` tokens each."""
     query_len: int = 1
     """One plus the number of drafts that are verified."""
-    slots: torch.Tensor | None = None  # [B] int64
+    states: torch.Tensor | None = None  # [B] int64
     """Index in the layers' `StateCache` of each row's initial state."""
-    slots_after: torch.Tensor | None = None  # [T] int64
+    states_after: torch.Tensor | None = None  # [T] int64
     """Index at which the state after each token is stored; `NO_SLOT` for a token that was computed before and changes
     no state. None if each row's state is updated in place."""
     num_by_token: int = 0
-    """Number of leading rows with several indices in `slots_after`, because they verify drafts."""
+    """Number of leading rows with several indices in `states_after`, because they verify drafts."""
     step: Step | None = None
     """The same step in the layout of the CPU operators, if they are used."""
 
@@ -198,7 +198,7 @@ class AttentionBackend(ABC):
     def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:  # noqa: B027, optional
         """Copy a step's metadata into the buffers of the graph of `batch_size` rows, and empty the remaining rows.
 
-        An empty row has length 0 and slots of -1: it writes nothing, attends to nothing, and its output is zero.
+        An empty row has length 0, and its slots and states are -1: it writes nothing, and its output is zero.
         """
 
 

@@ -30,8 +30,8 @@ class NativeMetaData(CPUAttentionMetaData):
             query_starts=self.cu_seqlens_q,
             seq_lens=self.seq_lens,
             block_tables=self.block_tables,
-            state_slots=self.slots,
-            states_after=self.slots_after,
+            state_slots=self.states,
+            states_after=self.states_after,
         )
 
 

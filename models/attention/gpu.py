@@ -130,8 +130,8 @@ class CaptureBuffers:
         self._seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self._block_tables = torch.zeros(max_batch_size, max_blocks, dtype=torch.int32, device=device)
         self._slot_mapping = torch.full((max_batch_size * query_len,), NO_SLOT, dtype=torch.int64, device=device)
-        self._slots = torch.full((max_batch_size,), NO_SLOT, dtype=torch.int64, device=device)
-        self._slots_after = torch.full_like(self._slot_mapping, NO_SLOT)
+        self._states = torch.full((max_batch_size,), NO_SLOT, dtype=torch.int64, device=device)
+        self._states_after = torch.full_like(self._slot_mapping, NO_SLOT)
         self._items = torch.zeros(max_batch_size * MAX_PIECES, dtype=torch.int32, device=device)
         self._num_items = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -149,8 +149,8 @@ class CaptureBuffers:
             slot_mapping=self._slot_mapping[: batch_size * self._query_len],
             num_decodes=batch_size,
             query_len=self._query_len,
-            slots=self._slots[:batch_size],
-            slots_after=self._slots_after[: batch_size * self._query_len] if self._query_len > 1 else None,
+            states=self._states[:batch_size],
+            states_after=self._states_after[: batch_size * self._query_len] if self._query_len > 1 else None,
             num_by_token=batch_size if self._query_len > 1 else 0,
             items=self._items[: batch_size * MAX_PIECES],
             num_items=self._num_items,
@@ -167,20 +167,20 @@ class CaptureBuffers:
         if rows < batch_size:
             self._seq_lens[rows:batch_size] = 0
             self._slot_mapping[rows * self._query_len : batch_size * self._query_len] = NO_SLOT
-            self._slots[rows:batch_size] = NO_SLOT
-            self._slots_after[rows * self._query_len : batch_size * self._query_len] = NO_SLOT
+            self._states[rows:batch_size] = NO_SLOT
+            self._states_after[rows * self._query_len : batch_size * self._query_len] = NO_SLOT
         # One launch for all contiguous tensors of one dtype.
         torch._foreach_copy_(
             [self._seq_lens[:rows], self._items[: len(step.items)], self._num_items],
             [step.seq_lens, step.items, step.num_items],
         )
         wide, filled = [self._slot_mapping[: rows * self._query_len]], [step.slot_mapping]
-        if step.slots is not None:
-            wide.append(self._slots[:rows])
-            filled.append(step.slots)
-        if step.slots_after is not None:
-            wide.append(self._slots_after[: rows * self._query_len])
-            filled.append(step.slots_after)
+        if step.states is not None:
+            wide.append(self._states[:rows])
+            filled.append(step.states)
+        if step.states_after is not None:
+            wide.append(self._states_after[: rows * self._query_len])
+            filled.append(step.states_after)
         torch._foreach_copy_(wide, filled)
         if step.block_tables.data_ptr() != self._block_tables.data_ptr():
             self._block_tables[:rows, :width].copy_(step.block_tables)
@@ -226,8 +226,8 @@ class GPUAttentionBackend(AttentionBackend):
             slot_mapping=mapping,
             num_decodes=batch.num_decodes,
             query_len=batch.query_len,
-            slots=rest.pop(0) if batch.states is not None else None,
-            slots_after=rest.pop(0) if batch.states_after is not None else None,
+            states=rest.pop(0) if batch.states is not None else None,
+            states_after=rest.pop(0) if batch.states_after is not None else None,
             num_by_token=batch.num_by_token,
             items=pieces,
             num_items=num_items,

@@ -185,7 +185,7 @@ class GatedDeltaNet(nn.Module):
 
         All decodes are processed in one batch, then the prefills one by one. # -> [tokens, value heads, value_dim]
         """
-        assert metadata.slots is not None
+        assert metadata.states is not None
         conv_states, states = cache.tensors
         read = decay.new_zeros(*decay.shape, self.value_dim)
         for tokens, before, after in single_tokens(metadata):

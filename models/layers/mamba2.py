@@ -226,7 +226,7 @@ def _state_space_by_torch(
     limits: tuple[float, float],
 ) -> torch.Tensor:
     """Process all decodes in one batch, then the prefills one by one."""
-    assert metadata.slots is not None
+    assert metadata.states is not None
     tokens, (_, heads, size, dim) = len(x), states.shape
     values, b, c = torch.split(x.float(), [heads * dim, groups * size, groups * size], dim=1)
     values = values.view(tokens, heads, dim)

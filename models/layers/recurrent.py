@@ -2,7 +2,7 @@
 
 A step's rows are ordered: first decodes, which all implementations process as a batch, one token of each row at a
 time; then prefills, processed row by row. A slot is the index of a sequence's state in the cache. With speculation
-each draft token of a row writes its state into a slot of its own (`slots_after`), so that rejected tokens are undone
+each draft token of a row writes its state into a slot of its own (`states_after`), so that rejected tokens are undone
 by continuing from an earlier slot.
 """
 
@@ -35,13 +35,13 @@ class RowSpan(NamedTuple):
 
 def row_spans(metadata: AttentionMetaData) -> list[RowSpan]:
     """Return the prefill rows, which follow the decodes."""
-    assert metadata.slots is not None
-    num_decodes = metadata.num_decodes if metadata.slots_after is None else metadata.num_by_token
-    if num_decodes == len(metadata.slots):
+    assert metadata.states is not None
+    num_decodes = metadata.num_decodes if metadata.states_after is None else metadata.num_by_token
+    if num_decodes == len(metadata.states):
         return []  # A captured graph must not read from the device.
     ends = metadata.cu_seqlens_q.tolist()
-    rows = range(num_decodes, len(metadata.slots))
-    slots, lengths = metadata.slots.tolist(), metadata.seq_lens.tolist()
+    rows = range(num_decodes, len(metadata.states))
+    slots, lengths = metadata.states.tolist(), metadata.seq_lens.tolist()
     return [
         RowSpan(slots[row], slice(ends[row], ends[row + 1]), lengths[row] == ends[row + 1] - ends[row]) for row in rows
     ]
@@ -52,8 +52,8 @@ def single_tokens(metadata: AttentionMetaData) -> Iterator[tuple[slice | torch.T
 
     Yields the indexes of the tokens, and the slots from which each reads its state and to which it writes it.
     """
-    assert metadata.slots is not None
-    slots, after = metadata.slots, metadata.slots_after
+    assert metadata.states is not None
+    slots, after = metadata.states, metadata.states_after
     if after is None:
         if count := metadata.num_decodes:
             yield slice(0, count), slots[:count], slots[:count]
@@ -86,16 +86,16 @@ def plan_of(metadata: TritonMetaData) -> "DeltaPlan":
     """
     import models.ops.triton.gated_delta as kernels
 
-    assert metadata.slots is not None
+    assert metadata.states is not None
     by_token = None
-    if metadata.slots_after is not None:
-        by_token = kernels.ByToken(metadata.cu_seqlens_q, metadata.slots_after)
+    if metadata.states_after is not None:
+        by_token = kernels.ByToken(metadata.cu_seqlens_q, metadata.states_after)
     if metadata.lengths is None:
-        return kernels.DeltaPlan(metadata.num_decodes, metadata.slots, by_token=by_token)
+        return kernels.DeltaPlan(metadata.num_decodes, metadata.states, by_token=by_token)
     if "delta" not in metadata.plans:
         queries, contexts = metadata.lengths.queries.tolist(), metadata.lengths.contexts.tolist()
         num_decodes = metadata.num_decodes if by_token is None else metadata.num_by_token
-        metadata.plans["delta"] = kernels.make_plan(queries, contexts, metadata.slots, num_decodes, by_token)
+        metadata.plans["delta"] = kernels.make_plan(queries, contexts, metadata.states, num_decodes, by_token)
     plan: DeltaPlan = metadata.plans["delta"]
     return plan
 
@@ -162,7 +162,7 @@ class ShortConvolution(nn.Module):
         metadata: AttentionMetaData,
         gates: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        assert metadata.slots is not None
+        assert metadata.states is not None
         x = x if gates is None else gates[0] * x
         out = torch.zeros_like(x)
         for tokens, before, after in single_tokens(metadata):
