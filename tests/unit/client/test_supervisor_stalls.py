@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -138,19 +139,55 @@ def test_a_core_whose_peer_is_lost_with_its_host_is_ended_and_no_request_is_blam
     assert keeper.blamed is None
 
 
-def test_no_core_is_started_while_the_host_of_its_peer_is_awaited(clock: Clock) -> None:
+class Loop:
+    """An event loop whose time is a clock's, and which reads nothing."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.due: list[tuple[float, Callable[[], object]]] = []
+
+    def time(self) -> float:
+        return self.clock.now
+
+    def call_at(self, when: float, call: Callable[[], object]) -> None:
+        self.due.append((when, call))
+
+    def call_later(self, seconds: float, call: Callable[[], object]) -> None:
+        self.call_at(self.clock.now + seconds, call)
+
+    def run(self) -> None:
+        due, self.due = self.due, []
+        for when, call in due:
+            if when <= self.clock.now:
+                call()
+            else:
+                self.due.append((when, call))
+
+    def ignore(self, *_: object) -> None:
+        pass
+
+    add_reader = remove_reader = call_soon = ignore
+
+
+@pytest.mark.parametrize("has_loop", [False, True])
+def test_no_core_is_started_while_the_host_of_its_peer_is_awaited(has_loop: bool, clock: Clock) -> None:
     """It could not meet its peer, and would end after rank_start_timeout, again and again."""
-    keeper = Keeper()
+    keeper, loop = Keeper(), Loop(clock)
     supervisor = Supervisor(Config(), keeper)  # type: ignore[arg-type]
+    if has_loop:
+        supervisor._loop = loop  # type: ignore[assignment]
+
+    def pass_a_second() -> None:
+        clock.now += 1
+        loop.run() if has_loop else supervisor.poll()
+
     supervisor._served = keeper.awaits_peer_host = True
     supervisor._on_gone()
     for _ in range(1000):
-        clock.now += 1
-        supervisor.poll()
+        pass_a_second()
     assert keeper.starts == 1
     keeper.awaits_peer_host = False
-    clock.now += 1
-    supervisor.poll()
+    pass_a_second()
     assert keeper.starts == 2
 
 
