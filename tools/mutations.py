@@ -1186,6 +1186,76 @@ _POOLING = (
     ),
 )
 
+# What is checked and compared where a GPU computes.
+_DEVICE = (
+    Mutation(
+        "device/launch-form-ignores-sizes-over-2-gib",
+        "({sizes}) >> 31 and ({large},),",
+        "({sizes}) < 0 and ({large},),",
+        ("parity/test_triton_launcher.py", "parity/test_triton_launches.py"),
+    ),
+    Mutation(
+        "device/unchecked-kernel-is-launched",
+        "            if self._is_refusing:\n",
+        "            if False:\n",
+        ("parity/test_triton_launches.py", "parity/test_sentinel.py"),
+    ),
+    Mutation(
+        "device/keys-before-the-window-are-loaded",
+        "loaded = tl.maximum(keys, first_seen) if HAS_WINDOW else keys",
+        "loaded = keys",
+        ("parity/test_triton_attention.py",),
+    ),
+    Mutation(
+        "device/keys-past-the-end-are-loaded",
+        "loaded = tl.minimum(loaded, end - 1) if IS_MASKED else loaded",
+        "loaded = loaded + 0",
+        ("parity/test_triton_attention.py",),
+    ),
+    Mutation(
+        "device/pairs-of-experts-are-checked-last",
+        "return sorted(cases, key=lambda case: not case.gives_addresses)",
+        "return sorted(cases, key=lambda case: case.gives_addresses)",
+        ("parity/test_triton_checks.py",),
+    ),
+    Mutation(
+        "device/sentinel-finds-only-what-is-not-finite",
+        "if not error <= FAILURE_FACTOR:\n            self._report(",
+        "if error != error:\n            self._report(",
+        ("parity/test_sentinel.py",),
+    ),
+    Mutation(
+        "device/sentinel-delays-a-step",
+        "_BUDGET = 0.01\n",
+        "_BUDGET = 1.0\n",
+        ("parity/test_sentinel.py",),
+    ),
+    Mutation(
+        "device/sums-of-ranks-are-not-compared",
+        "flags[0, parallel.rank] = (own != first).float()[0]",
+        "flags[0, parallel.rank] = 0.0",
+        ("parity/test_sentinel.py",),
+    ),
+    Mutation(
+        "device/padding-rows-keep-their-slots",
+        "            self._slot_mapping[rows * self._query_len : batch_size * self._query_len] = NO_SLOT\n",
+        "",
+        ("parity/test_triton_models.py", "parity/test_triton_aiter.py"),
+    ),
+    Mutation(
+        "device/ranks-keep-their-own-last-token",
+        "last_tokens.index_copy_(0, slots, self.parallel.broadcast(token_ids))",
+        "last_tokens.index_copy_(0, slots, token_ids)",
+        ("parity/test_deferred_ranks.py",),
+    ),
+    Mutation(
+        "device/core-in-lockstep-waits-for-a-lost-host",
+        "            self._note_serving(False)\n            self._links[0].kill()\n",
+        "            self._note_serving(False)\n",
+        ("unit/test_supervisor_stalls.py",),
+    ),
+)
+
 MUTATIONS: tuple[Mutation, ...] = (
     *_SCHEDULING,
     *_CACHE,
@@ -1201,4 +1271,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_CONFIG,
     *_AGENTS,
     *_POOLING,
+    *_DEVICE,
 )

@@ -233,6 +233,17 @@ def test_what_would_delay_a_step_waits_until_the_engine_is_idle(checkpoint: Path
 
 
 @needs_operators
+@pytest.mark.parametrize(("seconds", "is_affordable"), [(0.009, True), (0.011, False)])
+def test_a_comparison_delays_a_step_by_one_percent_at_most(
+    seconds: float, is_affordable: bool, checkpoint: Path
+) -> None:
+    watching = runner_for(checkpoint, BF16, sentinel_interval=1, num_kvcache_blocks=NUM_BLOCKS).sentinel
+    assert watching is not None
+    watching._step_seconds, watching._seconds = 1.0, {"linear": seconds}
+    assert watching._is_affordable("linear") == is_affordable
+
+
+@needs_operators
 def test_only_so_many_steps_are_compared_and_none_on_a_cpu_unless_that_is_asked_for(checkpoint: Path) -> None:
     runner = runner_for(checkpoint, BF16, sentinel_interval=16, num_kvcache_blocks=NUM_BLOCKS)
     unhurried(runner)

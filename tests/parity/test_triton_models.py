@@ -79,19 +79,25 @@ def test_a_replay_reads_its_step_from_the_buffers_that_were_captured() -> None:
     captured = backend.prepare_for_capture(4)
     assert captured is not None
     q, k, v = torch.randn(4, 8, 16).split([4, 2, 2], 1)
-    for lengths in ([5, 300, 17], [6, 301, 600]):
-        caches = [_cache(), _cache()]
-        tables = np.arange(3 * 40, dtype=np.int32).reshape(3, 40)
+
+    def step_of(lengths: list[int]) -> TritonMetaData:
+        rows, width = len(lengths), 120 // len(lengths)
+        tables = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
         slots = np.array([tables[row, (n - 1) // 16] * 16 + (n - 1) % 16 for row, n in enumerate(lengths)])
-        step = backend.build_metadata(
+        return backend.build_metadata(
             AttentionBatch(
-                query_lens=np.ones(3, np.int64),
+                query_lens=np.ones(rows, np.int64),
                 seq_lens=np.array(lengths),
-                block_tables=tables[:, :38],
+                block_tables=tables[:, : width - 2],
                 slot_mapping=slots,
-                num_decodes=3,
+                num_decodes=rows,
             )
         )
+
+    # What a larger step has left in the buffers is not read again.
+    backend.prepare_for_replay(step_of([5, 300, 17, 40]), 4)
+    for lengths in ([5, 300, 17], [6, 301, 600]):
+        caches, step = [_cache(), _cache()], step_of(lengths)
         backend.prepare_for_replay(step, 4)
         replayed = _forward(backend, q, k, v, caches[0], captured)
         assert torch.equal(replayed[:3], _forward(backend, q[:3], k[:3], v[:3], caches[1], step))
