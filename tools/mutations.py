@@ -1168,8 +1168,8 @@ _POOLING = (
     ),
     Mutation(
         "pooling/score-without-the-answer-no",
-        "return VectorLayer((yes if no is None else yes - no)[None], None)",
-        "return VectorLayer(yes[None], None)",
+        "weight, bias = yes if no is None else tuple(each - other for each, other in zip(yes, no, strict=True))",
+        "weight, bias = yes",
         _POOLING_TESTS,
     ),
     Mutation(
