@@ -3,6 +3,10 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.config.config import Config
 
 USAGE = """\
 Kaon, an OpenAI-compatible LLM inference server
@@ -48,16 +52,20 @@ def _serve(arguments: list[str], command: str) -> int:
     from engine.config.settings import SettingsError, load_config, read_models
     from server.tracing import WrongVariable, requested_signals
 
-    try:
+    def read_config() -> "Config":
         config = load_config(arguments)
         # Mistakes in the models file and in environment variables are usage errors: a restart would not help.
         read_models(config)
         requested_signals(os.environ)
+        return config
+
+    try:
+        config = read_config()
     except (SettingsError, WrongVariable) as error:
         return _complain(f"kaon serve: {error}", _BAD_USAGE)
     from server.process import run
 
-    return run(config, lambda: load_config(arguments))
+    return run(config, read_config)
 
 
 def _chat(arguments: list[str], command: str) -> int:

@@ -453,6 +453,10 @@ class Frontend:
         return self.adapters.number_of(name)
 
 
+_MAX_HEADER_BYTES = 100_000_000
+"""Longest header of a safetensors file that its library reads. A sparse file could name one that fills the memory."""
+
+
 class _Stored(msgspec.Struct):
     """The entry of a tensor in the header of a safetensors file."""
 
@@ -473,11 +477,18 @@ def _check_replacement(present: Path, new: Path) -> int:
             raise ValueError(f"{name} of {new} is not that of the model; weights can be replaced, vocabularies cannot")
     files = list(new.glob("*.safetensors"))
     for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} is not a file; copy the checkpoint again")
         size = file.stat().st_size
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if 8 + length > size:
                 raise ValueError(f"{file} ends within its header, so it was not written completely; copy it again")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(
+                    f"the header of {file} has {length} bytes; it may have at most {_MAX_HEADER_BYTES}, which "
+                    "safetensors reads"
+                )
             header = opened.read(length)
         try:
             entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])

@@ -155,7 +155,18 @@ def test_a_broken_file_of_keys_is_reported_to_the_caller_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    "broken", ["port: [", "[" * 100_000, "- a", "port: &a [*a]", "\udcff", "no_setting: 1", "a: 1\na: 2", None]
+    "broken",
+    [
+        "port: [",
+        "[" * 100_000,
+        "- a",
+        "port: &a [*a]",
+        "\udcff",
+        "no_setting: 1",
+        "a: 1\na: 2",
+        "models: kaon.yaml",
+        None,
+    ],
 )
 def test_a_broken_file_of_settings_is_reported_and_changes_nothing(broken: str | None, served: Server) -> None:
     file = served.directory / "kaon.yaml"

@@ -82,6 +82,20 @@ def test_a_broken_header_of_weights_is_refused_in_words(header: str, tmp_path: P
         _check_replacement(tmp_path, tmp_path)
 
 
+def test_a_header_that_names_more_bytes_than_safetensors_reads_is_not_read(tmp_path: Path) -> None:
+    file, length = tmp_path / "model.safetensors", 2**40
+    file.write_bytes(struct.pack("<Q", length))
+    os.truncate(file, 8 + length)
+    with pytest.raises(ValueError, match=rf"model\.safetensors has {length} bytes; it may have at most 100000000"):
+        _check_replacement(tmp_path, tmp_path)
+
+
+def test_a_directory_with_the_name_of_weights_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a file; copy the checkpoint again"):
+        _check_replacement(tmp_path, tmp_path)
+
+
 def test_metadata_of_weights_may_have_any_names(tmp_path: Path) -> None:
     header = '{"__metadata__": {"data_offsets": "none"}, "a": {"data_offsets": [0, 0]}}'
     _write_header(tmp_path, header)
