@@ -7,9 +7,9 @@
        └─ decode                     to the last token; several choices have three spans each
 
 Times within the engine are those at which the engine read tokens from the device. A request that arrives gets its ids
-and the sampler's decision, nothing else. The spans of a sampled request are encoded when it has ended, from times that
-are recorded for every request anyway, so tracing costs nothing per token; a thread sends them in batches. It needs the
-extra `kaon[otel]`, which is imported only if a variable asks for it. See docs/deploy/tracing.md.
+and the sampler's decision, nothing else. When a sampled request has ended, its times, which are recorded for every
+request anyway, are stored, so tracing costs nothing per token. A thread encodes and sends the spans in batches. It
+needs the extra `kaon[otel]`, which is imported only if a variable asks for it. See docs/deploy/tracing.md.
 """
 
 import functools
