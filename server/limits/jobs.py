@@ -33,6 +33,10 @@ _MEAN_WEIGHT = 0.1
 _LEAST_WAITING = 2
 """Number of waiting jobs that an owner may always have, even if other owners fill the queue."""
 
+_NEW_OWNERS = 16
+"""Number of owners that new ones together weigh at most: each job advances the pool's virtual time, at which new owners
+start, by this part of its time. Otherwise jobs from ever new addresses would precede all others."""
+
 _LONGEST_REST_SECONDS = 0.1
 
 _MAX_DEBTS = 4096
@@ -99,7 +103,7 @@ class FairPool:
         """`_OwnerQueue.seconds` by party, of owners without jobs whose virtual time is later than the pool's."""
         self._num_waiting = 0
         self._seconds = 0.0
-        """Virtual time of the pool: `_OwnerQueue.seconds` of the owner served last, when it was served."""
+        """Virtual time of the pool: at least `_OwnerQueue.seconds` of the owner served last, when it was served."""
         self._mean_seconds = 0.1
 
     @property
@@ -182,6 +186,7 @@ class FairPool:
             self._mean_seconds += _MEAN_WEIGHT * (seconds - self._mean_seconds)
         queue.running -= 1
         queue.seconds += seconds / owner.weight
+        self._seconds += seconds / owner.weight / _NEW_OWNERS
         if rest := min(self._rest * seconds, _LONGEST_REST_SECONDS):
             asyncio.get_running_loop().call_later(rest, self._free_thread)
         else:

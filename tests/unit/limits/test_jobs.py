@@ -162,6 +162,24 @@ async def test_an_owner_that_asks_one_by_one_gains_no_turn_by_it(monkeypatch: py
     await work.end_all()
 
 
+async def test_jobs_from_ever_new_addresses_leave_a_known_owner_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(monkeypatch, num_threads=1, max_waiting=1000)
+    await work.ask(LIGHT, "light")
+    await work.end("light")
+    for number in range(5):
+        await work.ask(Owner.of_address(f"10.1.0.{number}"), f"new{number}")
+    await work.ask(LIGHT, "again")
+    while "again" not in work.started:
+        count = len(work.started)
+        await work.until(lambda count=count: len(work.started) >= count)  # type: ignore[misc]
+        name = work.started[-1]
+        await work.ask(Owner.of_address(f"10.2.0.{count}"), f"more{count}")
+        await work.end(name)
+        await work.until(lambda count=count: len(work.started) > count)  # type: ignore[misc]
+        assert len(work.started) < 30
+    await work.end_all()
+
+
 async def test_whoever_fills_the_queue_is_refused_in_words_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work(monkeypatch, num_threads=1, max_waiting=8)
     for number in range(20):
