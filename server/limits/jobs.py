@@ -34,8 +34,8 @@ _LEAST_WAITING = 2
 """Number of waiting jobs that an owner may always have, even if other owners fill the queue."""
 
 _NEW_OWNERS = 16
-"""Number of owners that new ones together weigh at most: each job advances the pool's virtual time, at which new owners
-start, by this part of its time. Otherwise jobs from ever new addresses would precede all others."""
+"""Number of owners that new ones together weigh at most: each job advances the pool's virtual time, at which new
+owners start, by this part of its time. Otherwise jobs from ever new addresses would precede all others."""
 
 _LONGEST_REST_SECONDS = 0.1
 
