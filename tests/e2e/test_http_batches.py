@@ -262,20 +262,6 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [("", "line 1 of {} is no request of a batch"), ('{"url": "/v1/audio"}', "url is '/v1/audio' in line 1 of {}")],
-)
-def test_a_wrong_file_is_a_sentence_and_nothing_is_loaded(tmp_path: Path, content: str, sentence: str) -> None:
-    source = tmp_path / "in.jsonl"
-    source.write_text(content)
-    command = [sys.executable, "-m", "server", "run-batch", str(source), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert sentence.format(source) in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 # -- Anthropic's form -------------------------------------------------------------------------------------------
 
 

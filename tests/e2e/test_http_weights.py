@@ -220,7 +220,7 @@ def test_what_may_not_be_read_is_refused_in_words(served: KaonServer, directory:
     assert "not beneath a directory of weights_directories" in outside.json()["error"]["message"]
     assert "which is not a directory" in update(served, directory / "allowed" / "nothing").json()["error"]["message"]
     (directory / "allowed" / "empty").mkdir(exist_ok=True)
-    assert "has config.json, and the other has not" in kept(update(served, directory / "allowed" / "empty"))
+    assert "has config.json; both must have it, or neither" in kept(update(served, directory / "allowed" / "empty"))
 
 
 @pytest.mark.slow

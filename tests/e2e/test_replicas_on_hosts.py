@@ -145,7 +145,7 @@ def test_requests_of_a_host_that_is_lost_go_on_in_the_others_which_serve_meanwhi
     assert "stalls" not in log
     assert "engine core 1 on node 1 (" in log
     assert "is gone: the connection to its host has ended; another is started" in log
-    assert "node 1 has to join again" in log
+    assert "of node 1 start again once it has joined again" in log
     assert f"engine core 1 is unavailable: {len(away) - 1} of its requests continue in engine core 0" in log
 
 

@@ -181,6 +181,6 @@ def test_requests_over_both_hosts_go_on_when_a_host_that_vanished_has_joined_aga
                     process.resume()
         if not is_killed:
             assert host.wait() == 1
-            assert "another host has joined as that already" in host.stderr
+            assert "another host has already joined with this number" in host.stderr
         wait_gone(pids)
     assert again.wait() == 0

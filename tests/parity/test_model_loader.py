@@ -99,9 +99,7 @@ def test_one_missing_part_of_a_packed_parameter_is_named_as_the_checkpoint_names
 
 def test_left_over_tensors_are_named(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
-    with pytest.raises(
-        CheckpointError, match=r"holds 1 tensor \(model\.layers\.0\.self_attn\.q_proj\.bias\), for which"
-    ):
+    with pytest.raises(CheckpointError, match=r"holds 1 tensor \(model\.layers\.0\.self_attn\.q_proj\.bias\), which"):
         load(checkpoint)
 
 

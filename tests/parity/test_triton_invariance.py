@@ -101,7 +101,7 @@ def test_the_proofs_of_verify_hold(form: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(verify, "_TOKENS", 4)
     monkeypatch.setattr(verify, "_LENGTHS", (3, 40))
     if form == "dense":
-        path = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+        path = make_checkpoint(tmp_path, "qwen3", **TINY)
     elif form == "experts":
         path = make_checkpoint(tmp_path, MIXTURE.family, **MIXTURE.overrides | TINY | EXPERTS)
     elif form == "experts in fp8":

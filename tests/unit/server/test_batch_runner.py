@@ -278,6 +278,23 @@ def test_run_batch_leaves_a_file_that_is_no_output_as_it_is(content: str, tmp_pa
     assert target.read_text() == content
 
 
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "line 1 of {} is not a request of a batch"),
+        ('{"url": "/v1/audio"}', "url is '/v1/audio' in line 1 of {}"),
+    ],
+)
+def test_run_batch_refuses_a_wrong_file_and_loads_nothing(
+    content: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(content)
+    assert run_batch([str(source), str(target)]) == 2
+    assert sentence.format(source) in capsys.readouterr().err
+    assert not target.exists()
+
+
 def test_a_body_gets_the_lowest_priority_whatever_it_says() -> None:
     deep = "[" * 900 + "]" * 900
     for body in ("{}", " { } ", '{"priority": -5, "x": 1}', f'{{"x": {deep}}}'):
