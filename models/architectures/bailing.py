@@ -1,7 +1,8 @@
 """Ling 3.0: Kimi Linear's delta rule with a bounded decay, latent attention with gated heads, and experts."""
 
+import json
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -85,7 +86,43 @@ def _complete(fields: Fields) -> Fields:
         values["layer_types"] = ["linear_attention" if (layer + 1) % group else "full_attention" for layer in layers]
     # transformers' classes ignore these fields: queries have no latent, and the head is never tied.
     values |= {"q_lora_rank": None, "rope_interleave": True, "tie_word_embeddings": False}
+    if fields.has(_OF_AUTHORS):
+        values |= _as_authors(fields)
     return Fields(values, fields.where)
+
+
+_OF_AUTHORS = "gated_attention_proj_granularity_type"
+"""A field of published configs, which name the class of the authors' code (`BailingMoeV3ForCausalLM`)."""
+_WANTED = {_OF_AUTHORS: "head_wise", "no_kda_lora": True, "num_kv_heads_for_linear_attn": 0}
+"""Fields of published configs with the only values that all published models have."""
+_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+
+
+def _as_authors(fields: Fields) -> dict[str, Any]:
+    """Return the fields that the authors' code reads in another way than transformers' class.
+
+    Queries may have a latent, all of `qk_rope_head_dim` is rotated whatever `partial_rotary_factor` is, and layers
+    past the last whole group attend.
+    """
+    for name, wanted in _WANTED.items():
+        if fields.values.get(name, wanted) != wanted:
+            raise fields.invalid(name, f"{json.dumps(wanted)}, as in all published checkpoints")
+    for name in _LIMITS:
+        if any(fields.values.get(name) or ()):
+            raise fields.invalid(name, "null or zeros: activations are not limited")
+    width = fields.integer("moe_intermediate_size")
+    if fields.integer("moe_shared_expert_intermediate_size", width) != width:
+        raise fields.invalid("moe_shared_expert_intermediate_size", f"moe_intermediate_size, {width}")
+    found: dict[str, Any] = {"q_lora_rank": fields.values.get("q_lora_rank"), "partial_rotary_factor": None}
+    for name in ("rope_parameters", "rope_scaling"):
+        section = fields.section(name)
+        if section is not None:
+            found[name] = {key: value for key, value in section.values.items() if key != "partial_rotary_factor"}
+    if not fields.has("layer_types"):
+        group, count = fields.integer("layer_group_size", 6), fields.integer("num_hidden_layers")
+        attends = [(layer + 1) % group == 0 or layer >= count // group * group for layer in range(count)]
+        found["layer_types"] = ["full_attention" if each else "linear_attention" for each in attends]
+    return found
 
 
 @architecture(

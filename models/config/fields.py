@@ -14,6 +14,7 @@ _LARGEST_NUMBER = 1e18
 
 
 OTHER_CLASS_NAMES = {
+    "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "InternLM3ForCausalLM": "LlamaForCausalLM",
     "MPTForCausalLM": "MptForCausalLM",

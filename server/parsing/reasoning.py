@@ -166,7 +166,7 @@ REASONING_DIALECTS.register("think")(
             "<think>" in signs.template
             or ("</think>" not in signs.template and signs.has_token("<think>") and signs.has_token("</think>"))
         ),
-        aliases=("qwen3", "glm45", "deepseek_v3", "minimax_m2", "kimi_k2", "nemotron_v3", "mimo", "olmo3"),
+        aliases=("qwen3", "glm45", "deepseek_v3", "minimax_m2", "kimi_k2", "nemotron_v3", "mimo", "olmo3", "ling3"),
     )
 )
 # DeepSeek-R1 and QwQ, which always reason and may omit the opening tag.

@@ -151,6 +151,61 @@ def test_minimax_runs_under_the_names_that_it_was_published_with(tmp_path: Path)
     assert_same_distribution(PagedModel(path).logits(tokens), expected, 1e-3)
 
 
+_LING = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "gated_attention_proj_granularity_type": "head_wise",
+    "no_kda_lora": True,
+    "expert_swiglu_limit_list": None,
+    "moe_shared_expert_intermediate_size": 48,
+    "num_kv_heads_for_linear_attn": 0,
+    "partial_rotary_factor": 0.5,
+}
+"""Fields of published Ling 3.0, next to those that transformers saves."""
+
+
+@pytest.mark.parametrize("has_latent", [False, True])
+def test_ling_runs_under_the_name_that_it_was_published_with(tmp_path: Path, has_latent: bool) -> None:
+    """Its queries may have a latent, which transformers' class has not: here one that changes nothing."""
+    variant = next(each for each in recurrent.VARIANTS if each.architecture == "BailingHybridForCausalLM")
+    path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    tensors = load_file(path / "model.safetensors")
+    for name in [each for each in tensors if each.endswith("kv_a_proj_with_mqa.weight")]:
+        attention = name.removesuffix("kv_a_proj_with_mqa.weight")
+        layer = attention.removesuffix("attention.").removesuffix("self_attn.")
+        tensors[f"{layer}input_layernorm.weight"].fill_(1)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    reference, tokens = Reference(path), prompt(40)
+    expected = reference.logits(tokens)
+    config = json.loads((path / "config.json").read_text())
+    rope = {**config["rope_parameters"], "partial_rotary_factor": 0.5}
+    edit_json(path / "config.json", **_LING, rope_parameters=rope, q_lora_rank=64 if has_latent else None)
+    if has_latent:
+        for name in [each for each in tensors if each.endswith("kv_a_proj_with_mqa.weight")]:
+            attention = name.removesuffix("kv_a_proj_with_mqa.weight")
+            tensors[f"{attention}q_b_proj.weight"] = tensors.pop(f"{attention}q_proj.weight")
+            tensors[f"{attention}q_a_proj.weight"] = torch.eye(64)
+            tensors[f"{attention}q_a_layernorm.weight"] = torch.ones(64)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert_same_distribution(PagedModel(path).logits(tokens), expected, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gated_attention_proj_granularity_type": "element_wise"}, 'must be "head_wise"'),
+        ({"no_kda_lora": False}, "no_kda_lora"),
+        ({"expert_swiglu_limit_list": [0, 7.0]}, "activations are not limited"),
+        ({"moe_shared_expert_intermediate_size": 96}, "must be moe_intermediate_size, 48"),
+    ],
+)
+def test_what_no_published_ling_has_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    variant = next(each for each in recurrent.VARIANTS if each.architecture == "BailingHybridForCausalLM")
+    path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    edit_json(path / "config.json", **{**_LING, **changes})
+    with pytest.raises(CheckpointError, match=said):
+        ModelConfig.from_checkpoint(path)
+
+
 @pytest.mark.parametrize("name", ["IQuestCoderForCausalLM", "InternLM3ForCausalLM"])
 def test_llama_runs_under_other_names(tmp_path: Path, name: str) -> None:
     path = make_checkpoint(tmp_path)

@@ -1,7 +1,7 @@
 """GLM-4.5 and later: inside `<tool_call>`, a name, then keys and values, each between its own markers.
 
-GLM-4.5 and 4.6 write each on its own line, GLM-4.7 and GLM-5 all on one line. Hunyuan 3 (Hy3) writes as GLM-4.5, with
-`<tool_sep>` after the name and `<tool_calls>` around all calls.
+GLM-4.5 and 4.6 write each on its own line, GLM-4.7, GLM-5 and Ling 3.0 all on one line. Hunyuan 3 (Hy3) writes as
+GLM-4.5, with `<tool_sep>` after the name and `<tool_calls>` around all calls.
 """
 
 import re
@@ -123,5 +123,5 @@ def _register(name: str, form: Form, detect: Callable[[ModelSigns], bool], alias
 
 
 _register("hy_v3", Form("\n", HUNYUAN_BEGIN, HUNYUAN_END, SEPARATOR), lambda signs: SEPARATOR in signs.template)
-_register("glm47", Form(line=""), lambda signs: KEY_END + VALUE_BEGIN in signs.template)
+_register("glm47", Form(line=""), lambda signs: KEY_END + VALUE_BEGIN in signs.template, aliases=("ling3",))
 _register("glm45", Form(), lambda signs: KEY_BEGIN in signs.template)

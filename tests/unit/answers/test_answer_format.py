@@ -63,6 +63,12 @@ def made(
         (TOOLS + "'<function=f>\\n<parameter=k>\\nvalue_1\\n</parameter>' <think>", (), "qwen3_coder", "think"),
         (TOOLS + "<function=f>\n<parameter=k>\nvalue_1\n</parameter> <think>", (), "qwen3_coder", "think"),
         (TOOLS + "<tool_call>{f}<arg_key>{k}</arg_key><arg_value>{v}</arg_value> <think>", (), "glm47", "think"),
+        (
+            TOOLS + "<role>ASSISTANT</role><think>\n <tool_call>{f}<arg_key>{k}</arg_key><arg_value>{v}</arg_value>",
+            (),
+            "glm47",
+            "think",
+        ),
         (TOOLS + "<tool_call>{f}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>", (), "glm45", "none"),
         (TOOLS + "<tool_calls>\n<tool_call>{f}<tool_sep>\n<arg_key>", (), "hy_v3", "none"),
         (
