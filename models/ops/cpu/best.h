@@ -15,6 +15,7 @@
 struct best {
     uint64_t *entries;
     int64_t count, most;
+    uint32_t limit; /* keys from it on are not among the best; 0: not known */
 };
 
 /* The number of better entries, counted without branches, which would be unpredictable. */
@@ -65,16 +66,20 @@ INLINE bits load_keys(const uint32_t *keys) {
 /* The keys of `count` ids from `first` on, which is after all previous ids, so that of equal keys the earlier is
  * better. COMPARED of them can be read; those after the last are no better than the others. */
 INLINE void offer_keys(struct best *best, const uint32_t *keys, int64_t first, int64_t count) {
-    if (best->count == best->most) {
+    int is_full = best->count == best->most;
+    if (is_full || best->limit) {
         bits lowest = load_keys(keys);
         for (int i = LANES; i < COMPARED; i += LANES) lowest = lower_of(lowest, load_keys(keys + i));
-        if (!any_below(lowest, best->entries[best->most - 1] >> 32)) return;
+        if (!any_below(lowest, is_full ? best->entries[best->most - 1] >> 32 : best->limit)) return;
     }
     for (int64_t i = 0; i < count; i += LANES) {
-        int is_full = best->count == best->most;
-        if (is_full && !any_below(load_keys(keys + i), best->entries[best->most - 1] >> 32)) continue;
+        is_full = best->count == best->most;
+        if ((is_full || best->limit) &&
+            !any_below(load_keys(keys + i), is_full ? best->entries[best->most - 1] >> 32 : best->limit))
+            continue;
         for (int64_t lane = i; lane < min64(count, i + LANES); lane++)
-            offer_entry(best, (uint64_t)keys[lane] << 32 | (uint64_t)(first + lane));
+            if (!best->limit || keys[lane] < best->limit)
+                offer_entry(best, (uint64_t)keys[lane] << 32 | (uint64_t)(first + lane));
     }
 }
 

@@ -25,6 +25,35 @@ CLONES static void read_piece(const struct draw *op, int64_t which, int64_t firs
     }
 }
 
+#define MOST_BOUNDED 48   /* tokens up to which the maxima of COMPARED groups bound the last of the best well */
+#define LEAST_BOUNDED 1024 /* values of a piece from which the pass for it pays */
+#define HALVINGS 12
+
+/* The key after those of a piece's best `most` tokens, from a bound: in groups of which at least so many have a maximum of
+ * a value or more, so many tokens do. 0 where none is computed. */
+CLONES static uint32_t bound_best(const float *logits, int64_t count, int64_t most, struct scaling by) {
+    vector maxima[COMPARED / LANES], least, greatest;
+    if (most > MOST_BOUNDED || count < LEAST_BOUNDED) return 0;
+    for (int i = 0; i < COMPARED / LANES; i++) maxima[i] = load(logits + i * LANES);
+    for (int64_t first = COMPARED; first + COMPARED <= count; first += COMPARED)
+        for (int i = 0; i < COMPARED / LANES; i++) maxima[i] = larger(load(logits + first + i * LANES), maxima[i]);
+    least = greatest = maxima[0];
+    for (int i = 1; i < COMPARED / LANES; i++)
+        least = choose(maxima[i] < least, maxima[i], least), greatest = larger(maxima[i], greatest);
+    float low = least[0], high = greatest[0];
+    for (int lane = 1; lane < LANES; lane++) low = fminf(low, least[lane]), high = fmaxf(high, greatest[lane]);
+    for (int pass = 0; pass < HALVINGS; pass++) {
+        float middle = 0.5f * low + 0.5f * high;
+        integers reached = {0};
+        int32_t number = 0;
+        for (int i = 0; i < COMPARED / LANES; i++) reached -= maxima[i] >= middle;
+        for (int lane = 0; lane < LANES; lane++) number += reached[lane];
+        if (number >= most) low = middle;
+        else high = middle;
+    }
+    return keys_of_scaled(scaled_of(all(low), by))[0] + 1;
+}
+
 /* The token with the largest score of a piece of a row without filters. */
 CLONES static struct winner best_of_piece(const struct draw *op, int64_t which, int64_t first, int64_t past) {
     const float *logits = op->logits + op->rows[which] * op->stride;
@@ -133,7 +162,9 @@ void look_at_piece(const struct draw *op, int64_t task) {
     int64_t first = task % op->pieces * share, past = min64(op->width, first + share);
     if (is_read_whole(op, which)) return;
     if (op->filtered[which]) {
-        struct best best = {op->best + task * op->most, 0, looked_at(op->top_k[which])};
+        struct best best = {op->best + task * op->most, 0, looked_at(op->top_k[which]), 0};
+        const float *logits = op->logits + op->rows[which] * op->stride;
+        best.limit = bound_best(logits + first, past - first, best.most, scaling_of(op, which));
         read_piece(op, which, first, past, masses_of(op, which), &best);
         op->found[task] = best.count;
     } else {
@@ -191,6 +222,18 @@ double weigh_some(const struct draw *op, int64_t which, const struct kept *kept,
     memset(weights, 0, op->width * sizeof(float));
     for (int64_t i = 0; i < kept->count; i++) weights[(uint32_t)kept->best.entries[i]] = (float)some[i], sum += some[i];
     return sum;
+}
+
+float weigh_token(const struct kept *kept, int64_t token, double *sum) {
+    double some[MAX_LARGEST];
+    float weight = 0;
+    weigh_entries(&kept->best, some);
+    *sum = 0;
+    for (int64_t i = 0; i < kept->count; i++) {
+        if ((uint32_t)kept->best.entries[i] == token) weight = (float)some[i];
+        *sum += some[i];
+    }
+    return weight;
 }
 
 #define UNCERTAIN 1e-5 /* relative error of sums of float32, and more */

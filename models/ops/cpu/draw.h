@@ -14,7 +14,10 @@ struct scaling {
     float peak, temperature;
 };
 
-INLINE vector scaled_of(vector logits, struct scaling by) { return (logits - by.peak) / by.temperature; }
+/* Loops are compiled for both cases: a division takes as long as all else of a key. */
+INLINE vector scaled_of(vector logits, struct scaling by) {
+    return by.temperature == 1 ? logits - by.peak : (logits - by.peak) / by.temperature;
+}
 
 /* A scaled logit without its sign: the integers of its bits are ordered as the numbers are, and -0 is 0. */
 INLINE bits keys_of_scaled(vector scaled) { return (bits)scaled & 0x7fffffff; }
@@ -104,6 +107,9 @@ int64_t token_of(const struct draw *op, int64_t which, const struct kept *kept);
 
 /* The last token within the filters, as an entry. */
 uint64_t last_of_whole(const struct draw *op, int64_t which, const struct whole *row);
+
+/* The weight of a token, 0 outside the filters, and the sum of all weights, where the top tokens determine these. */
+float weigh_token(const struct kept *kept, int64_t token, double *sum);
 
 /* The token with the largest score among those up to `last`. */
 int64_t draw_from_whole(const struct draw *op, int64_t which, const struct whole *row, uint64_t last);

@@ -77,6 +77,12 @@ static int64_t verify_row(const struct verify_drafts *op, int64_t which, char *s
     } else if (draw->filtered[which]) {
         look_at_piece(draw, which);
         kept = filter_row(draw, which, scratch);
+        if (kept.count >= 0) {
+            double sum;
+            float weight = weigh_token(&kept, draft, &sum);
+            if (number < (double)(float)(weight / sum)) return draft;
+            verdict = ABOVE;
+        }
     }
     double total = weigh_some(draw, which, &kept, p);
     if (verdict == UNKNOWN && number < (double)(float)(p[draft] / total)) return draft;
