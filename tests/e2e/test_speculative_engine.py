@@ -3,6 +3,7 @@ drafts."""
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -25,13 +26,18 @@ PARAMS = [
 SIZES = {"num_kvcache_blocks": 256, "max_model_len": 512}
 
 
-@pytest.mark.slow
-def test_drafts_of_two_ranks_go_on_in_another_core() -> None:
-    """The model drafts for itself, so that most sampled tokens were drafted."""
+FORMS = [
+    {"speculative_method": "eagle"},
+    pytest.param({"speculative_model": str(CHECKPOINT_DIR), "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+]
+"""The head, whose steps have several rounds; and the model itself on two ranks, most of whose drafts are accepted."""
+
+
+@pytest.mark.parametrize("drafting", FORMS, ids=["head", "two ranks"])
+def test_drafts_go_on_in_another_core(drafting: dict[str, Any]) -> None:
     with LLMEngine(num_speculative_tokens=0, **SIZES) as engine:
         expected = [output["token_ids"] for output in engine.generate(PROMPTS, PARAMS)]
-    drafting = {"speculative_model": str(CHECKPOINT_DIR), "num_speculative_tokens": 3, "tensor_parallel_size": 2}
-    with LLMEngine(**SIZES, **drafting) as engine:
+    with LLMEngine(**SIZES, **drafting, num_speculative_tokens=3) as engine:
         request_ids = engine.add_request(PROMPTS, PARAMS)
         until_begun(engine)
         [pid] = engine._core.pids
