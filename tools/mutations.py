@@ -1252,7 +1252,7 @@ _DEVICE = (
         "device/core-in-lockstep-waits-for-a-lost-host",
         "            self._note_serving(False)\n            self._links[0].kill()\n",
         "            self._note_serving(False)\n",
-        ("unit/test_supervisor_stalls.py",),
+        ("unit/client/test_supervisor_stalls.py",),
     ),
 )
 
