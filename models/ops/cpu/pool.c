@@ -21,6 +21,7 @@
 #include "operators.h"
 
 #define SPINS_AT_BARRIER 4000 /* 50 to 150 microseconds: others compute, and end soon */
+#define SPINS_ON_ONE_CPU 200  /* after which a thread sleeps that keeps a CPU from one it waits for */
 #define SPINS_WHEN_IDLE 200   /* 5 microseconds */
 
 #define HUGE_PAGE (2 << 20)
@@ -46,13 +47,25 @@ static struct {
     ALIGNED atomic_int arrived;  /* threads at the current barrier */
     ALIGNED atomic_int sleeping; /* threads that may have to be woken */
     ALIGNED atomic_long next;    /* task of the current operator */
+    ALIGNED atomic_int cpus[MAX_THREADS]; /* on which each thread was last seen */
     ALIGNED atomic_int is_interrupted;
     ALIGNED atomic_int activity; /* begins and ends of programs so far: odd while one runs */
 } pool;
 
-static void wait_for_change(atomic_uint *word, unsigned seen, int spins) {
+/* Whether another thread was last seen on the CPU of this one. Where other processes are busy, the system may run all
+ * threads on one CPU. */
+static int shares_cpu(int thread) {
+    int cpu = sched_getcpu(), shares = 0;
+    for (int other = 0; other < pool.threads; other++)
+        shares |= other != thread && atomic_load_explicit(&pool.cpus[other], memory_order_relaxed) == cpu;
+    atomic_store_explicit(&pool.cpus[thread], cpu, memory_order_relaxed);
+    return shares;
+}
+
+static void wait_for_change(atomic_uint *word, unsigned seen, int spins, int thread) {
     for (int spin = 0; spin < spins; spin++) {
         if (atomic_load_explicit(word, memory_order_acquire) != seen) return;
+        if (spin == SPINS_ON_ONE_CPU && shares_cpu(thread)) break;
         relax();
     }
     atomic_fetch_add(&pool.sleeping, 1);
@@ -74,10 +87,10 @@ static int begin_operator(const struct program *program) {
 }
 
 /* Whether the program ends here. A thread that leaves late sees the same phase: the next barrier waits for it. */
-static int barrier(const struct program *program) {
+static int barrier(const struct program *program, int thread) {
     unsigned seen = atomic_load_explicit(&pool.phase, memory_order_relaxed);
     if (atomic_fetch_add(&pool.arrived, 1) + 1 < pool.threads) {
-        wait_for_change(&pool.phase, seen, SPINS_AT_BARRIER);
+        wait_for_change(&pool.phase, seen, SPINS_AT_BARRIER, thread);
         return atomic_load_explicit(&pool.phase, memory_order_acquire) - seen == 2;
     }
     atomic_store_explicit(&pool.arrived, 0, memory_order_relaxed);
@@ -90,10 +103,11 @@ static int64_t run_part(int thread) {
     struct worker worker = {thread, pool.threads, pool.isa, &pool.next, pool.scratch[thread]};
     const struct program program = pool.program;
     int64_t done = 0;
+    atomic_store_explicit(&pool.cpus[thread], sched_getcpu(), memory_order_relaxed);
     for (int ends = 0; done < program.count && !ends; done++) {
         const struct operation *operation = &program.operations[done];
         operators[operation->kind](operation->arguments, program.step, &worker);
-        ends = pool.threads > 1 ? barrier(&program) : begin_operator(&program);
+        ends = pool.threads > 1 ? barrier(&program, thread) : begin_operator(&program);
     }
     release_tiles(worker.isa); /* The next caller may have changed the pool's. */
     return done;
@@ -129,7 +143,7 @@ static void *work(void *argument) {
     prctl(PR_SET_NAME, "kaon-cpu");
     ask_for_short_slices();
     for (unsigned seen = pool.started_before;; seen++) {
-        wait_for_change(&pool.started, seen, SPINS_WHEN_IDLE);
+        wait_for_change(&pool.started, seen, SPINS_WHEN_IDLE, thread);
         if (pool.program.count == LAST) return NULL;
         run_part(thread);
     }
