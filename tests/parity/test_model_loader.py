@@ -141,7 +141,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(checkpoint: Path, name: st
     with pytest.raises(CheckpointError) as error:
         load(checkpoint)
     assert str(error.value) == (
-        f"{name} in {checkpoint / WEIGHTS} has shape [6, 5], where the model needs {needed} by config.json"
+        f"{name} in {checkpoint / WEIGHTS} has shape [6, 5], where the model needs {needed}, by config.json"
     )
 
 

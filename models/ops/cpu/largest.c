@@ -30,11 +30,11 @@ void largest(const void *arguments, const struct step *step, struct worker *work
     for (int64_t task; (task = take_task(worker)) < step->num_tokens * op->pieces;) {
         int64_t row = task / op->pieces, piece = task % op->pieces;
         uint64_t *of_row = op->best + row * op->pieces * op->k;
-        struct best best = {of_row + piece * op->k, 0, op->k};
+        struct best best = {of_row + piece * op->k, 0, op->k, 0};
         offer_values(&best, op->values + row * op->stride, piece * share, min64(op->width, (piece + 1) * share));
         op->found[task] = best.count;
         if (!is_last_piece(op->ended + row, op->pieces)) continue;
-        best = (struct best){of_row, op->found[row * op->pieces], op->k};
+        best = (struct best){of_row, op->found[row * op->pieces], op->k, 0};
         for (piece = 1; piece < op->pieces; piece++)
             for (int64_t i = 0; i < op->found[row * op->pieces + piece]; i++)
                 offer_entry(&best, of_row[piece * op->k + i]);

@@ -1,5 +1,6 @@
 """A front end that cannot continue: its end, and the reason that the engine core sends to hosts with its ranks."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -89,7 +90,6 @@ class Core:
     [
         (WHY, [WHY]),
         (None, []),
-        (KeyboardInterrupt(), []),
         (ZeroDivisionError("oh"), ["the server failed: ZeroDivisionError: oh"]),
     ],
 )
@@ -105,7 +105,7 @@ def test_the_server_says_why_it_failed_and_nothing_where_it_was_asked_to_end(
     monkeypatch.setattr(server.process, "CoreManager", Core)
     monkeypatch.setattr(server.process, "name_process", lambda name: None)
     monkeypatch.setattr(server.process, "_set_up_logging", lambda config: None)
-    monkeypatch.setattr(server.process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(server.http, "serve", serve)
     config = Config.from_fields(port=0)
     if isinstance(outcome, Exception):

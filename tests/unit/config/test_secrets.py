@@ -9,7 +9,6 @@ from pydantic import SecretStr
 
 from engine.config.config import Config, ParallelConfig, ServerConfig
 from server import process as serve
-from server.service_manager import ServiceManager
 
 ROOT = Path(__file__).parents[3]
 SHOW = "from pathlib import Path; from server.process import mask_command_line as hide; hide(['sk-one', 'clé']); "
@@ -48,12 +47,13 @@ def test_a_server_with_keys_and_no_other_is_closed_to_inspection(
     keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[bool] = []
+    monkeypatch.setattr(serve, "end_at_once", lambda: None)
     monkeypatch.setattr(serve, "name_process", lambda name: None)
     monkeypatch.setattr(serve, "mask_command_line", lambda secrets: None)
     monkeypatch.setattr(serve, "forbid_inspection", lambda: closed.append(True))
     # The start ends here with an error message.
     server = ServerConfig(api_key=tuple(map(SecretStr, keys)), port=0, ssl_certfile="missing.pem")
-    assert serve._run(Config(server_config=server), 0.0, ServiceManager(None), None) == 1
+    assert serve.run(Config(server_config=server)) == 1
     assert closed == [True] * len(keys)
 
 
@@ -110,11 +110,12 @@ def test_a_host_that_serves_no_http_hides_the_keys_of_the_command_it_shares(monk
     hidden: list[str] = []
     seen: list[Config] = []
     monkeypatch.setenv("KAON_API_KEY", "sk-one")
+    monkeypatch.setattr(serve, "end_at_once", lambda: None)
     monkeypatch.setattr(serve, "mask_command_line", hidden.extend)
     monkeypatch.setattr(serve, "_run_node", lambda config, manager: seen.append(config) or 0)
     parallel = ParallelConfig(tensor_parallel_size=2, nnodes=2, node_rank=1)
     server = ServerConfig(api_key=(SecretStr("sk-one"),))
-    assert serve._run(Config(parallel_config=parallel, server_config=server), 0.0, ServiceManager(None), None) == 0
+    assert serve.run(Config(parallel_config=parallel, server_config=server)) == 0
     assert hidden == ["sk-one"]
     assert seen == [Config(parallel_config=parallel)]
     assert "KAON_API_KEY" not in serve.os.environ
