@@ -34,8 +34,10 @@ _LEAST_WAITING = 2
 """Number of waiting jobs that an owner may always have, even if other owners fill the queue."""
 
 _NEW_OWNERS = 16
-"""Number of owners that new ones together weigh at most: each job advances the pool's virtual time, at which new
-owners start, by this part of its time. Otherwise jobs from ever new addresses would precede all others."""
+"""Number of owners that new ones together weigh at most: the first job of an owner advances the pool's virtual time,
+at which new owners start, by this part of its time. Otherwise jobs from ever new addresses would precede all others.
+Later jobs do not: with more busy owners than this, the pool's time would run ahead of theirs, and a new owner would wait
+for as long as they have been busy."""
 
 _LONGEST_REST_SECONDS = 0.1
 
@@ -67,11 +69,13 @@ async def until_done(work: asyncio.Future[Result]) -> Result:
 class _OwnerQueue:
     """The waiting and running jobs of one owner in a pool."""
 
-    __slots__ = ("running", "seconds", "waiting")
+    __slots__ = ("is_new", "running", "seconds", "waiting")
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, is_new: bool) -> None:
         self.waiting: deque[asyncio.Future[None]] = deque()
         self.running = 0
+        self.is_new = is_new
+        """Whether none of its jobs has ended, and the owner had no debt when it was created."""
         self.seconds = seconds
         """Virtual time: seconds that its jobs have taken, divided by its weight. A new queue starts at the virtual
         time of the owner served last, so that idle time earns no credit."""
@@ -134,9 +138,9 @@ class FairPool:
             else:
                 self._end(owner, queue, 0.0)
             raise
-        began = time.monotonic()
+        began, is_first = time.monotonic(), queue.is_new
         running = asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, work)
-        running.add_done_callback(lambda done: self._end(owner, queue, time.monotonic() - began, done))
+        running.add_done_callback(lambda done: self._end(owner, queue, time.monotonic() - began, done, is_first))
         return await (until_done(running) if stays else asyncio.shield(running))
 
     def close(self) -> None:
@@ -157,7 +161,9 @@ class FairPool:
                 min(max(seconds, _SOONEST_RETRY_SECONDS), _LONGEST_RETRY_SECONDS),
             )
         if queue is None:
-            queue = self._queues[party] = _OwnerQueue(max(self._debts.pop(party, 0.0), self._seconds))
+            debt = self._debts.pop(party, 0.0)
+            queue = _OwnerQueue(max(debt, self._seconds), is_new=debt <= self._seconds)
+            self._queues[party] = queue
         return queue
 
     def _start_next(self) -> None:
@@ -179,14 +185,23 @@ class FairPool:
             self._seconds = max(self._seconds, queue.seconds)
             turn.set_result(None)
 
-    def _end(self, owner: Owner, queue: _OwnerQueue, seconds: float, done: asyncio.Future[Any] | None = None) -> None:
-        """Note that a job that had a thread has ended."""
+    def _end(
+        self,
+        owner: Owner,
+        queue: _OwnerQueue,
+        seconds: float,
+        done: asyncio.Future[Any] | None = None,
+        is_first: bool = False,
+    ) -> None:
+        """Note that a job that had a thread has ended. `is_first`: whether it began while the owner was new."""
         if done is not None and not done.cancelled():
             done.exception()  # Mark the error as retrieved: a cancelled caller does not retrieve it.
             self._mean_seconds += _MEAN_WEIGHT * (seconds - self._mean_seconds)
         queue.running -= 1
         queue.seconds += seconds / owner.weight
-        self._seconds += seconds / owner.weight / _NEW_OWNERS
+        if is_first:
+            queue.is_new = False
+            self._seconds += seconds / owner.weight / _NEW_OWNERS
         if rest := min(self._rest * seconds, _LONGEST_REST_SECONDS):
             asyncio.get_running_loop().call_later(rest, self._free_thread)
         else:

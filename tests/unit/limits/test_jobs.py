@@ -180,6 +180,29 @@ async def test_jobs_from_ever_new_addresses_leave_a_known_owner_its_turns(monkey
     await work.end_all()
 
 
+async def test_a_new_owner_does_not_wait_for_as_long_as_many_others_have_been_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work, owners = Work(monkeypatch, num_threads=1, max_waiting=1000), 24
+    busy = [Owner.of_address(f"10.1.0.{number}") for number in range(owners)]
+    for turn in range(2):
+        for number, owner in enumerate(busy):
+            await work.ask(owner, f"{number}, {turn}")
+    for count in range(8 * owners):
+        await work.until(lambda count=count: len(work.started) > count)  # type: ignore[misc]
+        number, turn = map(int, work.started[count].split(", "))
+        await work.ask(busy[number], f"{number}, {turn + 2}")
+        await work.end(work.started[count])
+    asked = len(work.started)
+    await work.ask(LIGHT, "light")
+    while "light" not in work.started:
+        count = len(work.started)
+        await work.end(work.started[-1])
+        await work.until(lambda count=count: len(work.started) > count)  # type: ignore[misc]
+    assert len(work.started) - asked <= owners
+    await work.end_all()
+
+
 async def test_whoever_fills_the_queue_is_refused_in_words_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work(monkeypatch, num_threads=1, max_waiting=8)
     for number in range(20):
