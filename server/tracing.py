@@ -241,10 +241,19 @@ class _Sequence(NamedTuple):
     finish_reason: str | None
 
 
+class _Others(NamedTuple):
+    """What a span shows of the sequences beyond `_MAX_CHOICES`, of which a request may have thousands."""
+
+    reasons: tuple[str, ...] = ()
+    num_tokens: int = 0
+    last_time: float = 0.0
+
+
 class _Generation(NamedTuple):
     """What spans show of a request's sequences."""
 
     sequences: Sequence[_Sequence]
+    """The first `_MAX_CHOICES`."""
     model: str
     operation: str | None
     submitted: float
@@ -252,6 +261,7 @@ class _Generation(NamedTuple):
     """Most tokens, temperature, top-p."""
     prompt: tuple[int, int]
     """Number of its tokens, and of those that were cached."""
+    others: _Others
 
 
 class _Exchange(NamedTuple):
@@ -312,7 +322,7 @@ class RequestTrace:
         self, states: "Sequence[RequestState]", params: "SamplingParams", model: str | None, submitted: float
     ) -> None:
         """Record that the request's sequences have ended. `submitted` is when they were sent to the engine, or
-        refused. Those of background responses and of resumable streams may end after the trace."""
+        refused. Sequences of background responses and of resumable streams may end after `end` was called."""
         histograms, model = self._tracing.histograms, model or "unknown"
         operation = _OPERATIONS.get(getattr(self._scope.get("route"), "path", ""))
         if histograms is not None:
@@ -328,15 +338,16 @@ class RequestTrace:
                     state.interruptions,
                     state.finish_reason,
                 )
-                for state in states
+                for state in states[:_MAX_CHOICES]
             ]
+            others = _NO_OTHERS if len(states) <= _MAX_CHOICES else _others(states[_MAX_CHOICES:])
             sampling = params.max_tokens, params.temperature, params.top_p
             prompt = states[0].num_prompt_tokens, states[0].num_cached_tokens
             trace, exporter = self, self._tracing.spans
             if self._exchange is not None:
                 # The request's own span may have been exported already, so this generation is exported by itself.
                 trace = RequestTrace(self._tracing, self._scope, self._arrival_time, self._parent, self.context)
-            trace._generations.append(_Generation(sequences, model, operation, submitted, sampling, prompt))
+            trace._generations.append(_Generation(sequences, model, operation, submitted, sampling, prompt, others))
             if trace is not self and exporter is not None:
                 exporter.add(trace)
 
@@ -378,11 +389,11 @@ class RequestTrace:
 
     def _encode_generation(self, spans: list[bytes], context: _Identity, generation: _Generation) -> None:
         """Append the spans of a generation's phases, and its own."""
-        sequences, model, operation, submitted, sampling, prompt = generation
+        sequences, model, operation, submitted, sampling, prompt, others = generation
         several = len(sequences) > 1
-        ids = _new_ids(1 + _MAX_PHASES * min(len(sequences), _MAX_CHOICES))
+        ids = _new_ids(1 + _MAX_PHASES * len(sequences))
         id, at = ids[:8], 8
-        for index, sequence in enumerate(sequences[:_MAX_CHOICES]):
+        for index, sequence in enumerate(sequences):
             for phase, start, end in _phases_of(sequence, submitted):
                 fields = _fields(_INTERNAL, phase, ("kaon.choice",), index) if several else _PHASES[phase]
                 if sequence.interruptions:
@@ -390,19 +401,31 @@ class RequestTrace:
                 _encode(spans, context, ids[at : at + 8], id, start, end, fields)
                 at += 8
         name = f"{operation or 'pool'} {model}"
-        reasons = tuple([each.finish_reason or "abort" for each in sequences])
-        choices = len(sequences) if several else None
+        reasons = tuple([each.finish_reason or "abort" for each in sequences]) + others.reasons
+        choices = len(reasons) if several else None
+        encode = _fields.__wrapped__ if others.reasons else _fields
         fields = b"".join(
             (
-                _fields(_INTERNAL, name, _GENERATION, "kaon", model, model, operation, reasons, choices, *sampling),
+                encode(_INTERNAL, name, _GENERATION, "kaon", model, model, operation, reasons, choices, *sampling),
                 _attribute("gen_ai.usage.input_tokens", prompt[0]),
-                _attribute("gen_ai.usage.output_tokens", sum([each.num_tokens for each in sequences])),
+                _attribute(
+                    "gen_ai.usage.output_tokens", sum([each.num_tokens for each in sequences]) + others.num_tokens
+                ),
                 _attribute("kaon.usage.cached_tokens", prompt[1]),
             )
         )
         start = sequences[0].arrival_time
-        end = max([start, *[each.last_time for each in sequences]])
+        end = max([start, others.last_time, *[each.last_time for each in sequences]])
         _encode(spans, context, id, context.span_id, start, end, fields)
+
+
+_NO_OTHERS = _Others()
+
+
+def _others(states: "Sequence[RequestState]") -> _Others:
+    reasons = tuple([state.finish_reason or "abort" for state in states])
+    num_tokens = sum([len(state.token_ids) for state in states])
+    return _Others(reasons, num_tokens, max([state.last_time for state in states]))
 
 
 def _phases_of(sequence: _Sequence, submitted: float) -> list[tuple[str, float, float]]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -180,6 +181,31 @@ def test_a_trace_that_waits_for_its_batch_holds_no_connection(receiver: OtlpRece
     assert held() is None
     tracing.close()
     assert [span.name for span in receiver.spans] == [f"POST {ROUTE}"]
+
+
+def test_a_waiting_trace_of_a_thousand_choices_keeps_little_of_them(receiver: OtlpReceiver) -> None:
+    tracing, now = Tracing({"TRACES"}, "1"), time.monotonic()
+    trace = begin(tracing, now)
+    states = [state(now, last_time=now + 2 + number) for number in range(1000)]
+    states[-1].finish_reason = "stop"
+    tracemalloc.start()
+    trace.generated(states, PARAMS, "m", now)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 30_000
+    trace.end(200)
+    tracing.close()
+    *phases, generation, _ = receiver.spans
+    assert [attributes(span)["kaon.choice"] for span in phases] == [number // 3 for number in range(48)]
+    assert generation.end_time_unix_nano - generation.start_time_unix_nano == pytest.approx(1001e9, abs=1000)
+    assert (
+        attributes(generation).items()
+        >= {
+            "gen_ai.request.choice.count": 1000,
+            "gen_ai.usage.output_tokens": 3000,
+            "gen_ai.response.finish_reasons": ["length"] * 999 + ["stop"],
+        }.items()
+    )
 
 
 @pytest.mark.parametrize("is_exported", [False, True])
