@@ -18,13 +18,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FILES = ("Dockerfile", "deploy/compose.yaml", ".github/workflows/*.yml")
+FILES = ("Dockerfile", "deploy/compose.yaml", "deploy/kubernetes/*.yaml", ".github/**/*.yml", ".github/**/*.yaml")
 
 _IMAGE = re.compile(
     r"(?m)^(?:ARG \w+_BASE=| +image: )(?P<name>[\w./-]+(?::\d+/[\w./-]+)?:[\w.-]+)(?P<pin>@sha256:\w+)?$"
 )
 """An image with a tag: images that are built here have none."""
 _ACTION = re.compile(r"(?m)uses: (?P<name>[\w.-]+/[\w.-]+)@(?P<ref>[\w.-]+)(?: # (?P<tag>\S+))?$")
+_REFERENCE = re.compile(
+    r"""(?m)^(?:[ -]*(?P<kind>image|uses):[ ]+|ARG \w+_BASE=|FROM (?:--\S+ +)*|\#[ ]*syntax=|COPY .*?--from=)"""
+    r"""["']?(?P<name>[^\s"'#,]+)"""
+)
+"""A reference to an image or action, in any form, also in one that `pinned` does not write."""
+_OWN = re.compile(r"kaon(?:-\w+)?|scratch|\./.*|\{.*|\$\{?\w+_BASE\}?")
+"""References that need no pin: images that are built here, the empty image, actions of this repository, fields of an
+operator's own image in the chart's values, and bases, whose `ARG` is checked."""
+_STAGE = re.compile(r"(?m)^FROM .* AS (\w+)$")
+_DIGEST = re.compile(r".+@sha256:[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MANIFESTS = (
     "application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.list.v2+json, "
@@ -43,12 +53,13 @@ class Unpinned(NamedTuple):
 
 def unpinned(text: str) -> Iterator[Unpinned]:
     """The references without a digest or commit in a file."""
-    for match in _IMAGE.finditer(text):
-        if match["pin"] is None:
-            yield Unpinned(text.count("\n", 0, match.start()) + 1, match["name"])
-    for match in _ACTION.finditer(text):
-        if not _COMMIT.fullmatch(match["ref"]):
-            yield Unpinned(text.count("\n", 0, match.start()) + 1, f"{match['name']}@{match['ref']}")
+    stages = _STAGE.findall(text)
+    for match in _REFERENCE.finditer(text):
+        name = match["name"]
+        is_action = match["kind"] == "uses" and not name.startswith("docker://")
+        is_pinned = _COMMIT.fullmatch(name.rpartition("@")[2]) if is_action else _DIGEST.fullmatch(name)
+        if not is_pinned and name not in stages and not _OWN.fullmatch(name):
+            yield Unpinned(text.count("\n", 0, match.start()) + 1, name)
 
 
 def pinned(text: str, digest_of: Callable[[str], str], commit_of: Callable[[str, str], str]) -> str:
@@ -114,7 +125,7 @@ def main(argv: Sequence[str], root: Path = ROOT) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; fail where one has none")
     check = parser.parse_args(argv).check
     missing = 0
-    for path in sorted(path for pattern in FILES for path in root.glob(pattern)):
+    for path in sorted({path for pattern in FILES for path in root.glob(pattern)}):
         text = path.read_text(encoding="utf-8")
         if not check:
             path.write_text(pinned(text, digest_of, commit_of), encoding="utf-8")
@@ -123,7 +134,7 @@ def main(argv: Sequence[str], root: Path = ROOT) -> int:
             missing += 1
             sys.stderr.write(f"{path.relative_to(root)}:{each.line}: {each.text} can be replaced by its owner\n")
     if missing:
-        sys.stderr.write(f"{missing} images and actions are named by tag; run make pins\n")
+        sys.stderr.write(f"{missing} images and actions are named without a pin; run make pins\n")
     return int(bool(missing))
 
 

@@ -32,8 +32,48 @@ FROM ${PYTHON_BASE} AS cpu
 
 def test_what_has_a_tag_only_is_listed_with_its_line() -> None:
     assert list(unpinned(WORKFLOW)) == [(1, "actions/checkout@v4")]
-    assert list(unpinned(COMPOSE)) == [(2, "prom/prometheus:v3.7.3")]
+    assert list(unpinned(COMPOSE)) == [
+        (2, "prom/prometheus:v3.7.3"),
+        (3, "127.0.0.1:5000/grafana/grafana:12.3.0@sha256:0000"),
+    ]
     assert list(unpinned(DOCKERFILE)) == [(1, "python:3.12-slim")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "FROM python:3.12-slim AS build",
+        "FROM --platform=linux/amd64 python AS build",
+        "FROM ${BASE}",
+        "COPY --from=nginx:1 /etc/nginx /etc/nginx",
+        "# syntax=docker/dockerfile:1",
+        "ARG ROCM_BASE=rocm/pytorch",
+        "    image: redis",
+        "    image: 'redis:8'  # the cache",
+        "  - image: redis:8@sha256:0000",
+        "      - uses: actions/checkout@v4  # two spaces",
+        "      - uses: github/codeql-action/init@v3",
+        "      uses: some/repository/.github/workflows/test.yml@main",
+        "      - uses: docker://alpine:3",
+    ],
+)
+def test_what_can_be_replaced_is_listed_in_every_form(line: str) -> None:
+    assert [each.line for each in unpinned(f"# a comment\n{line}\n")] == [2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"ARG PYTHON_BASE=python:3.12@{DIGEST}\nFROM scratch AS model\nFROM ${{PYTHON_BASE}} AS build\n"
+        "FROM build AS cpu\n"
+        "COPY --from=build /opt /opt\n",
+        f"    image: kaon\n    image: kaon-ray\n    image: 'redis:8@{DIGEST}'  # the cache\n",
+        f"      - uses: ./.github/actions/build\n      - uses: github/codeql-action/init@{COMMIT} # v3\n",
+        f"      - uses: docker://alpine:3@{DIGEST}\n",
+    ],
+)
+def test_what_is_pinned_or_built_here_is_not_listed(text: str) -> None:
+    assert list(unpinned(text)) == []
 
 
 def test_tags_stay_next_to_what_they_stand_for() -> None:
@@ -66,7 +106,7 @@ def test_tags_stay_next_to_what_they_stand_for() -> None:
 def test_the_repository_names_every_image_and_action_of_others_by_digest_or_commit() -> None:
     texts = [
         path.read_text()
-        for pattern in ("Dockerfile", "deploy/**/*.yaml", ".github/**/*.yml")
+        for pattern in ("Dockerfile", "deploy/**/*.yaml", ".github/**/*.y*ml")
         for path in ROOT.glob(pattern)
     ]
     assert [each for text in texts for each in unpinned(text)] == []
@@ -83,7 +123,8 @@ def test_a_check_lists_the_lines_without_a_pin_and_fails(tmp_path: Path, capsys:
     assert capsys.readouterr().err.splitlines() == [
         "Dockerfile:1: python:3.12-slim can be replaced by its owner",
         "deploy/compose.yaml:2: prom/prometheus:v3.7.3 can be replaced by its owner",
-        "2 images and actions are named by tag; run make pins",
+        "deploy/compose.yaml:3: 127.0.0.1:5000/grafana/grafana:12.3.0@sha256:0000 can be replaced by its owner",
+        "3 images and actions are named without a pin; run make pins",
     ]
 
 
