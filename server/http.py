@@ -472,7 +472,10 @@ def serve(
     `models` describes the models of `cores`. `manager` is notified of the first signal, and regularly while the event
     loop runs. Recorded `signals` end the server or ask for a reload. `read_config` as in `server.process.run`.
     """
-    app = create_app(config, cores, on_ready, keys, tracing, read_config, models)
+    try:
+        app = create_app(config, cores, on_ready, keys, tracing, read_config, models)
+    except OSError as error:  # Of `data_dir`.
+        return str(error)
     served = Models.of(app)
     # The front end ends streams with an event that gives the reason; sse-starlette would cancel them.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]

@@ -80,13 +80,19 @@ class _Answer(NamedTuple):
 
 
 def open_store(config: ServerConfig) -> BatchStore:
-    """Open the store of a server. Raises `OSError` if `data_dir` cannot be used.
+    """Open the store of a server. Raises `OSError` with a sentence if `data_dir` cannot be used.
 
     Without `data_dir`, a folder named after the port preserves batches over restarts. Without a fixed port, or if that
     folder cannot be written, the store is temporary.
     """
     if config.data_dir is not None:
-        return _store(Path(config.data_dir).expanduser(), config)
+        folder = Path(config.data_dir).expanduser()
+        try:
+            return _store(folder, config)
+        except OSError as error:
+            if error.strerror is None:
+                raise  # A sentence of the store's.
+            raise OSError(f"data_dir is {folder}, which cannot be used: {error.strerror}") from error
     states = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     existing = next(each for each in (states, *states.parents) if each.exists())
     if config.port and os.access(existing, os.W_OK):

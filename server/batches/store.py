@@ -186,7 +186,13 @@ class BatchStore:
         self._lock_file: IO[bytes] | None = None
         self._is_closed = False
         if folder is not None and (folder / "batches.sqlite").exists():
-            self._open()
+            try:
+                self._open()
+            except sqlite3.Error as error:
+                raise OSError(
+                    f"data_dir is {folder}, whose batches.sqlite cannot be opened: {error}; restore it, or move it "
+                    "and the folder files away"
+                ) from error
 
     def close(self) -> None:
         """Release the folder. All other methods raise `ShuttingDown` from now on."""

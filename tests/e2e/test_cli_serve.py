@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from server.batches.store import BatchStore
+
 KAON = [sys.executable, "-m", "server"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "KAON_DTYPE": "float32", "KAON_CPU_KVCACHE_GIB": "0.25"}
 EMBEDDED = str(Path(__file__).parents[2] / "models" / "demo" / "checkpoint")
@@ -65,6 +67,16 @@ def test_a_port_that_is_taken_ends_serve_with_one_sentence_and_exit_code_1() -> 
     assert (done.returncode, done.stdout) == (1, "")
     assert f"port {port}" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_data_dir_of_another_server_ends_serve_with_one_sentence_and_exit_code_1(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, 10**6)
+    with store.new_file() as file:
+        store.add_file(file, "", "in.jsonl")
+    done = kaon("serve", "--port", "0", "--data-dir", str(tmp_path), "--log-level", "error")
+    store.close()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"kaon: data_dir is {tmp_path}, which another server uses; give each its own\n"
 
 
 READS = """

@@ -337,6 +337,20 @@ def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
     BatchStore(tmp_path / "data", 10**6).close()
 
 
+def test_a_data_dir_that_cannot_be_opened_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "batches.sqlite").write_text("not a database" * 1000)
+    with pytest.raises(
+        OSError, match=r"^data_dir is .*, whose batches.sqlite cannot be opened: file is not a database"
+    ):
+        open_store(ServerConfig(data_dir=str(tmp_path)))
+    (tmp_path / "batches.sqlite").unlink()
+    add_file(BatchStore(tmp_path, 10**6), b"x")
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(OSError, match=r"^data_dir is .*, which cannot be used: Is a directory$"):
+        open_store(ServerConfig(data_dir=str(tmp_path)))
+
+
 def test_a_port_has_its_folder_and_a_temporary_one_ends_with_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
