@@ -27,7 +27,7 @@ from engine.distributed.host_messages import CoreAddress
 from engine.distributed.host_resources import HostShare
 from engine.distributed.lockstep import LockstepMember
 from engine.distributed.message_stream import MessageReader
-from engine.distributed.processes import ENDED, REMOVED, family, stopped_process, wait_or_kill
+from engine.distributed.processes import ENDED, REMOVED, family, starting_child, stopped_process, wait_or_kill
 from engine.messages import Failed
 from models.child_environment import code_environment
 
@@ -326,17 +326,18 @@ class CoreProcess:
         # To the kernel, the parent of a process ends with the thread that started the process.
         self._starter_lives_on = threading.current_thread() is threading.main_thread()
         lockstep_member = self.launch.lockstep_member
-        self._process = subprocess.Popen(
-            self.launch.share.command(CORE_MODULE, self.launch.name),
-            stdin=self._theirs.fileno(),
-            pass_fds=(
-                self._record_descriptor,
-                *(() if self.launch.outputs is None else (self.launch.outputs,)),
-                *(() if lockstep_member is None else lockstep_member.memory),
-            ),
-            env=code_environment(),
-            process_group=0,
-        )
+        with starting_child():
+            self._process = subprocess.Popen(
+                self.launch.share.command(CORE_MODULE, self.launch.name),
+                stdin=self._theirs.fileno(),
+                pass_fds=(
+                    self._record_descriptor,
+                    *(() if self.launch.outputs is None else (self.launch.outputs,)),
+                    *(() if lockstep_member is None else lockstep_member.memory),
+                ),
+                env=code_environment(),
+                process_group=0,
+            )
         self._close_theirs()
         # If the process has already ended, the lifeline reports it.
         with contextlib.suppress(BrokenPipeError):

@@ -13,13 +13,15 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
+_PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that the parent handles. Those to a whole process group or container reach its children too."""
 
 
 def name_process(name: str) -> None:
@@ -27,11 +29,22 @@ def name_process(name: str) -> None:
     _prctl(_PR_SET_NAME, name.encode())
 
 
+@contextlib.contextmanager
+def starting_child() -> Iterator[None]:
+    """Start a process in this context: the signals that it will ignore are blocked in it until `begin_child`, which it
+    calls after it has imported its modules."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def begin_child() -> socket.socket:
     """Ignore signals that the parent handles, log stacks at faults and SIGUSR2, and return the lifeline."""
-    # Signals to a whole process group or container reach this process too.
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for each in _PARENTS_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
     return take_lifeline()

@@ -16,7 +16,7 @@ import msgspec
 
 from engine.distributed.host_resources import HostShare, Shard
 from engine.distributed.lockstep import LockstepMember
-from engine.distributed.processes import wait_or_kill
+from engine.distributed.processes import starting_child, wait_or_kill
 from models.child_environment import code_environment
 
 
@@ -166,7 +166,7 @@ class RankProc:
         self.rank = launch.shard.rank
         self.name = launch.name
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, starting_child():
             # As the engine core is started: with the code of its parent, and no Ctrl-C.
             self._process = subprocess.Popen(
                 launch.share.command(RANK_MODULE, launch.name),

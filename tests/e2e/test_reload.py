@@ -63,9 +63,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (core,) = running.process.children()
     core.suspend()
     running.write(max_queued_requests=77)
-    running.process.send_signal(signal.SIGHUP)
+    for each in (running.process, core):
+        each.send_signal(signal.SIGHUP)
+    core.send_signal(signal.SIGTERM)
     core.resume()
     assert running.process.stdout.readline()
+    assert running.process.children() == [core]
     yield running
     assert running.end_by(signal.SIGINT) == 0
     assert "Traceback" not in running.stderr
