@@ -454,7 +454,7 @@ class Frontend:
 
 
 _MAX_HEADER_BYTES = 100_000_000
-"""Longest header of a safetensors file that its library reads. A sparse file could name one that fills the memory."""
+"""Longest header that the safetensors library reads. A sparse file could otherwise claim one that fills the memory."""
 
 
 class _Stored(msgspec.Struct):

@@ -159,9 +159,10 @@ text-align: left; vertical-align: top } summary { cursor: pointer } b { display:
 
 
 class Description:
-    """A document as JSON and as HTML. Creating both takes 0.17 s of the interpreter; this is done once, in a thread.
+    """A document as JSON and as HTML. Both are created once, in a thread, which holds the interpreter's lock for
+    0.17 s in all.
 
-    `begin` is called while the engine loads: later, all clients would wait for the interpreter in turns with it.
+    `begin` is called while the engine loads, because later all clients would wait for that lock.
     """
 
     def __init__(self, describe: Callable[[], Mapping[str, Any]], root_path: str) -> None:
