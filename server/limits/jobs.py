@@ -36,8 +36,8 @@ _LEAST_WAITING = 2
 _NEW_OWNERS = 16
 """Number of owners that new ones together weigh at most: the first job of an owner advances the pool's virtual time,
 at which new owners start, by this part of its time. Otherwise jobs from ever new addresses would precede all others.
-Later jobs do not: with more busy owners than this, the pool's time would run ahead of theirs, and a new owner would wait
-for as long as they have been busy."""
+Later jobs do not: with more busy owners than this, the pool's time would run ahead of theirs, and a new owner would
+wait for as long as they have been busy."""
 
 _LONGEST_REST_SECONDS = 0.1
 
