@@ -18,9 +18,11 @@ from engine.runner.kv_cache import LayerCaches
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.pieces import PieceRunner
 from engine.speculative.drafts import max_verified_rows
+from models.layers.base import KVCacheSpec
 from models.layers.block_sparse import BlockSparseAttention
 from models.layers.compressed import CompressedAttention
 from models.layers.rotary import RotaryByLength
+from models.loading.checkpoint import TransformersConfig
 from models.lora.adapters import capture_obstacle
 from models.ops import triton
 
@@ -138,6 +140,10 @@ def why_no_graphs(loaded: LoadedModel) -> str | None:
             "transformers computes rotary positions by lengths that it reads on the host; set max_model_len to "
             "the original context"
         )
+    if isinstance(loaded.model_config, TransformersConfig) and not all(
+        isinstance(spec, KVCacheSpec) for spec in loaded.model.kv_cache_layers()
+    ):
+        return "transformers computes recurrent states and selected keys by lengths that Kaon reads on the host"
     is_selective = any(isinstance(module, BlockSparseAttention | CompressedAttention) for module in modules)
     if is_selective and not triton.takes("attention"):
         return "torch computes block-sparse and compressed attention, from lengths that it reads on the host"

@@ -110,9 +110,10 @@ SERVED = [
     Foreign("Starcoder2", {"sliding_window": 24}),
 ]
 
+# Attention over convolved queries and keys; half of each value is the previous token's.
+ZAYA = Foreign("Zaya", {**_EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 24})
 _STATES = [
-    # Attention over convolved queries and keys; half of each value is the previous token's.
-    Foreign("Zaya", {**_EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 24}),
+    ZAYA,
     Foreign("Rwkv", {"context_length": 512, "attention_hidden_size": 64}),
     Foreign("xLSTM", {"num_heads": 4, "embedding_dim": 128, "hidden_size": 128}),
     Foreign(

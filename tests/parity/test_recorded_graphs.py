@@ -25,6 +25,7 @@ from models.ops import triton
 from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.ahead import answers, waiting
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.foreign_models import GLM_MOE_DSA, GPT2, ZAYA, Foreign
 from tests.parity.idle_kernels import allocate_zeros
 from tests.parity.paged_model import prompt
 from tests.parity.quantized_checkpoints import write_pair
@@ -132,6 +133,16 @@ def test_the_general_route_has_graphs_where_its_ropes_read_no_lengths(
     assert (reason is not None) == is_followed
     if reason is not None:
         assert "set max_model_len to the original context" in reason
+
+
+@pytest.mark.parametrize(("foreign", "has_graphs"), [(ZAYA, False), (GLM_MOE_DSA, False), (GPT2, True)])
+def test_the_general_route_has_graphs_where_no_cache_is_planned_on_the_host(
+    foreign: Foreign, has_graphs: bool, tmp_path: Path
+) -> None:
+    runner = runner_for(foreign.checkpoint(tmp_path), model_impl="transformers")
+    reason = why_no_graphs(dataclasses.replace(runner.loaded, seam=RecordingDevice()))
+    assert (reason is None) == has_graphs
+    assert has_graphs or "lengths that Kaon reads on the host" in str(reason)
 
 
 @pytest.fixture(autouse=True)
