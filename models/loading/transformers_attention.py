@@ -119,7 +119,8 @@ class PagedAttention:
         """
         q, k, v = (self._rows(part) for part in (query, key, value))
         out: torch.Tensor = self.attend(q, k, v, s_aux if self.has_sinks else None)
-        return out[..., : self.value_dim].to(query.dtype).view(len(query), -1, *out.shape[1:-1], self.value_dim)
+        # CodeGen rotates queries and keys in float32.
+        return out[..., : self.value_dim].to(value.dtype).view(len(query), -1, *out.shape[1:-1], self.value_dim)
 
     def _rows(self, part: torch.Tensor) -> torch.Tensor:
         """# [B, heads, n, dim] -> [B * n, heads, head_dim]"""
@@ -318,7 +319,7 @@ def watch_attention(
         if indexed is not None and call.pop("indices", None) is not None:
             _refuse_call(architecture, module, query, key, value, call)
             calls.append(IndexedAttention(name, module, indexed, query, value, call))
-            return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+            return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
         _refuse_call(architecture, module, query, key, value, call)
         calls.append(
             PagedAttention(
@@ -333,7 +334,7 @@ def watch_attention(
                 has_sinks=call.get("s_aux") is not None,
             )
         )
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
     AttentionInterface.register(_WATCHED, _answer)
     AttentionMaskInterface.register(_WATCHED, masks.make)
