@@ -108,7 +108,8 @@ def _as_authors(fields: Fields) -> dict[str, Any]:
         if fields.values.get(name, wanted) != wanted:
             raise fields.invalid(name, f"{json.dumps(wanted)}, as in all published checkpoints")
     for name in _LIMITS:
-        if any(fields.values.get(name) or ()):
+        limits = fields.values.get(name)
+        if any(limits) if isinstance(limits, list) else limits:
             raise fields.invalid(name, "null or zeros: activations are not limited")
     width = fields.integer("moe_intermediate_size")
     if fields.integer("moe_shared_expert_intermediate_size", width) != width:

@@ -195,6 +195,7 @@ def test_ling_runs_under_the_name_that_it_was_published_with(tmp_path: Path, has
         ({"gated_attention_proj_granularity_type": "element_wise"}, 'must be "head_wise"'),
         ({"no_kda_lora": False}, "no_kda_lora"),
         ({"expert_swiglu_limit_list": [0, 7.0]}, "activations are not limited"),
+        ({"share_expert_swiglu_limit_list": 7.0}, "activations are not limited"),
         ({"moe_shared_expert_intermediate_size": 96}, "must be moe_intermediate_size, 48"),
     ],
 )
