@@ -52,6 +52,10 @@ _STEPS = (((0, 0, 5), (1, 0, 4)), ((1, 4, 5), (0, 5, 9)))
 _TOLERANCE = {torch.float32: 1e-4}
 _COARSE_TOLERANCE = 0.1
 """Largest relative error of logits for 16-bit dtypes; a wrong model has errors of about 1."""
+_FACTOR_BY_TOKEN = 3
+"""Prompts are computed token by token if their chunks at once have errors that are larger by this factor."""
+_NO_LIMIT = (0.0, float("inf"))
+"""The range of time steps in a Mamba-2 layer without limits."""
 
 
 def load_transformers_model(
@@ -136,12 +140,12 @@ class TransformersModel(nn.Module):
         _follow_lengths(model, config.rope_context(config.max_model_len), lambda: self._carried)
         self._indexed = _indexed_caches(model, config.architecture)
         self.states = RecurrentStates.of(model)
+        """The recurrent states of its layers; None if it has none."""
         if self.states is not None and self._indexed is not None:
             raise CheckpointError(
                 f"{config.architecture} has recurrent states and an indexer of tokens, which the general route cannot "
                 "serve together"
             )
-        """The recurrent states of its layers; None if it has none."""
         structure = _find_structure(model, config.architecture, dtype, self._indexed, self.states)
         self._calls = install(structure.attention)
         self._attention = [attention for calls in structure.attention.values() for attention in calls]
@@ -427,7 +431,7 @@ def _reject_transposed_weights(model: torch.nn.Module, quantization: Quantizatio
 def check_paged_equivalence(
     model: TransformersModel, config: TransformersConfig, *, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise `CheckpointError` if two sequences, batched in two steps, give other logits than each alone.
+    """Raise `CheckpointError` if two sequences, batched in two steps, give other logits than each alone, or NaN.
 
     This detects what the recorded attention calls do not show: a recurrent state, a convolution, or positions counted
     from the start of a step.
@@ -436,18 +440,37 @@ def check_paged_equivalence(
     sequences = [tokens.to(device) for tokens in sequences]
     with torch.inference_mode():
         alone = [model.reference_logits(tokens) for tokens in sequences]
+        if any(bool(logits.isnan().any()) for logits in alone):
+            raise CheckpointError(
+                f"the logits of {config.architecture} are NaN in {str(dtype).removeprefix('torch.')}: a weight or a "
+                "scale is NaN, or numbers overflow; download the checkpoint again or choose another dtype"
+            )
         error = _largest_error(_in_steps(model, sequences, dtype, device), alone)
         tolerance = _TOLERANCE.get(dtype, _COARSE_TOLERANCE)
-        # `not <=` also rejects NaN.
-        if not error <= tolerance and model.states is not None:
+        # `not <=` also rejects NaN. In 16 bits, a state that is ignored may change logits by less than the tolerance.
+        if model.states is not None and not error <= _TOLERANCE[torch.float32]:
             model.states.by_token = True
-            error = _largest_error(_in_steps(model, sequences, dtype, device), alone)
+            by_token = _largest_error(_in_steps(model, sequences, dtype, device), alone)
+            model.states.by_token = not error <= min(tolerance, _FACTOR_BY_TOKEN * by_token)
+            error = by_token if model.states.by_token else error
         if not error <= tolerance:
             raise CheckpointError(
-                f"{config.architecture} gives other logits in a batch than alone (by {error:.1%}): it computes more "
-                "across tokens than causal attention and the states that it returns, which the general route cannot "
-                "serve"
+                f"{config.architecture} gives other logits in a batch than alone (by {error:.1%}): {_cause(model)}"
             )
+
+
+def _cause(model: nn.Module) -> str:
+    """Explain why a model gives other logits in a batch than alone."""
+    every = (tuple(getattr(part, "time_step_limit", _NO_LIMIT)) for part in model.modules())
+    if limit := next((each for each in every if each != _NO_LIMIT), None):
+        return (
+            f"transformers limits its time steps to {limit[0]} to {limit[1]} in prompts but not in decodes; serve it "
+            "with model_impl kaon"
+        )
+    return (
+        "it computes more across tokens than causal attention and the states that it returns, which the general route "
+        "cannot serve"
+    )
 
 
 def _largest_error(found: list[torch.Tensor], alone: list[torch.Tensor]) -> float:

@@ -180,7 +180,7 @@ class _ModuleStates(_Holder):
 
     def __init__(self, body: nn.Module, config: Any) -> None:
         self._config = config
-        self._places = [
+        self._owners = [
             (module, name) for module in body.modules() for name in self._ATTRIBUTES if name in vars(module)
         ]
         self._initial: list[torch.Tensor] | None = None
@@ -192,14 +192,14 @@ class _ModuleStates(_Holder):
 
     def give(self, states: list[torch.Tensor] | None) -> dict[str, Any]:
         """See `_Holder`."""
-        given: Sequence[torch.Tensor | None] = states or self._initial or [None] * len(self._places)
-        for (module, name), state in zip(self._places, given, strict=True):
+        given: Sequence[torch.Tensor | None] = states or self._initial or [None] * len(self._owners)
+        for (module, name), state in zip(self._owners, given, strict=True):
             setattr(module, name, state)
         return {"past_key_values": _Unstored(config=self._config), "use_cache": True}
 
     def take(self, _output: Any) -> list[torch.Tensor]:
         """See `_Holder`."""
-        found = [cast(torch.Tensor, getattr(module, name)) for module, name in self._places]
+        found = [cast(torch.Tensor, getattr(module, name)) for module, name in self._owners]
         self._initial = [torch.zeros_like(state[:1]) for state in found]
         return found
 

@@ -22,7 +22,6 @@ from tests.parity.foreign_models import (
     ALSO_REFUSED,
     APERTUS,
     COMPARED,
-    GEMMA2,
     GLM_MOE_DSA,
     GPT2,
     REFUSED,
@@ -105,7 +104,7 @@ def test_a_model_with_a_class_here_computes_the_same_by_both_routes(variant: Var
     path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
     # transformers limits time steps in prompts only.
     is_limited = "time_step_limit" in variant.overrides or variant.overrides.get("time_step_min", 0.0) > 1e-3
-    reason = "other logits in a batch than alone" if is_limited else ONLY_OURS.get(variant.architecture)
+    reason = "limits its time steps to .* with model_impl kaon" if is_limited else ONLY_OURS.get(variant.architecture)
     if reason is not None:
         with pytest.raises(CheckpointError, match=reason):
             PagedModel(path, model_impl="transformers")
@@ -229,6 +228,15 @@ def test_a_tensor_that_is_missing_is_named_rather_than_made_up(tmp_path: Path) -
         PagedModel(path)
 
 
+def test_a_weight_that_is_not_a_number_is_the_cause_in_the_message(tmp_path: Path) -> None:
+    path = APERTUS.checkpoint(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="are NaN in float32: a weight or a scale is NaN"):
+        PagedModel(path)
+
+
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     path = APERTUS.checkpoint(tmp_path)
     edit_json(path / "config.json", quantization_config={"quant_method": "unheard-of"})
@@ -291,13 +299,31 @@ def test_our_code_runs_what_it_has_by_default(tmp_path: Path) -> None:
         read_checkpoint_config(foreign, "kaon")
 
 
-def test_bfloat16_errs_no_more_than_transformers_own(tmp_path: Path) -> None:
-    path = GEMMA2.checkpoint(tmp_path)
+@pytest.mark.parametrize("stem", ["CodeGen", "Gemma2", "GPTNeo", "GPTNeoXJapanese", "OpenAIGPT", "Rwkv", "xLSTM"])
+def test_bfloat16_errs_no_more_than_transformers_own(stem: str, tmp_path: Path) -> None:
+    path = next(each for each in SERVED if each.stem == stem).checkpoint(tmp_path)
     tokens = prompt(60, seed=3)
     exact = Reference(path).logits(tokens).log_softmax(-1)
     theirs = (Reference(path, dtype=torch.bfloat16).logits(tokens).float().log_softmax(-1) - exact).abs()
     ours = (PagedModel(path, dtype=torch.bfloat16).logits(tokens).log_softmax(-1) - exact).abs()
     assert ours.mean() < 1.25 * theirs.mean()
+
+
+@pytest.mark.parametrize(("stem", "by_token"), [("RecurrentGemma", True), ("Zaya", False)])
+def test_a_state_that_prompts_ignore_is_found_in_16_bits_where_it_changes_little(
+    stem: str, by_token: bool, tmp_path: Path
+) -> None:
+    """As in published models, whose layers each add little to the residual stream."""
+    path = next(each for each in SERVED if each.stem == stem).checkpoint(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    for name in tensors:
+        if name.endswith((".linear_out.weight", ".out_proj.weight", ".o_proj.weight")):
+            tensors[name] *= 0.1
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    model = PagedModel(path, dtype=torch.bfloat16).model
+    assert isinstance(model, TransformersModel)
+    assert model.states is not None
+    assert model.states.by_token == by_token
 
 
 def prove(path: Path, reference: Reference | PagedModel) -> None:
