@@ -275,6 +275,9 @@ class ModelDrafter:
             num_rounds = 1
         if inputs.states is not None or not chain.holds(len(slots), len(slots) * (1 + int(wanted.max()))):
             num_rounds = 1
+        if num_rounds == 1:
+            # Without limits, the operators prepare no further round, for whose tokens there may be no memory.
+            limits = None
         self._end_idle_steps()
         return chain.verify(
             token_ids,

@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -182,6 +183,45 @@ def test_several_rounds_of_a_step_generate_the_tokens_of_plain_steps(
     assert found[0] == found[1]
     assert MOST_ROUNDS in steps.rounds
     assert steps.acceptance > 0.3
+
+
+class InOneRound(InRounds):
+    """All drafts are made, however few would pay, but every other sequence drafts only after `wait` tokens: until then
+    its row lacks entries, so that a step cannot have further rounds."""
+
+    wait = 0
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        batch.num_next_drafts = [
+            0 if seq.id % 2 and len(seq.completion_token_ids) < self.wait else 6 for seq in batch.sequences
+        ]
+        return super().forward(batch)
+
+
+@pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
+@pytest.mark.parametrize("wait", [0, 40], ids=["more drafts than fit", "rows without entries"])
+def test_a_step_that_cannot_have_further_rounds_prepares_none(wait: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further round of 12 rows with 6 drafts each would have more tokens than its memory of 64.
+
+    The rows that draft at once end before the others draft, so that a further round would have fewer tokens.
+    """
+    monkeypatch.setattr(drafting, "_MAX_WAITING", 64)
+    lengths = (16 if wait else MOST_TOKENS, MOST_TOKENS)
+    params = tuple(SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths)
+    seqs = [questions(params)[: 8 if wait else 12] for _ in range(2)]
+    fields: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 512, "num_kvcache_blocks": 512}
+    plain = Steps(runner_for(CHECKPOINT_DIR, torch.bfloat16, **fields)).run(seqs[0])
+    drafts = {"speculative_config": {"num_speculative_tokens": 6, "speculative_method": "eagle"}}
+    runner = runner_for(CHECKPOINT_DIR, torch.bfloat16, **fields, **drafts)
+    assert runner.drafter is not None
+    chain = runner.drafter._passes.chain
+    assert chain is not None
+    memory = np.full(4096, -7)
+    chain._slots_of_tokens, after = np.split(memory, [len(chain._slots_of_tokens)])
+    steps = InOneRound(runner)
+    steps.wait = wait
+    assert steps.run(seqs[1]) == plain
+    assert (after == -7).all()
 
 
 def test_the_head_takes_no_more_than_a_megabyte() -> None:

@@ -53,7 +53,7 @@ class Verified(NamedTuple):
     num_accepted: _Ints  # [B], number of accepted tokens of each row; 0 if its first logits have no finite maximum
     counted: _Ints
     """Number of drafts that each row verified in a round, and number of accepted tokens. # [rounds, 2, B]"""
-    hidden: torch.Tensor  # [T, hidden_size], the target's final hidden states in the last round
+    hidden: torch.Tensor  # [T, hidden_size], the target's final hidden states, if there was one round
     rows: _Ints  # [drafting rows], index of each row in the step
     drafts: _Ints  # [most, drafting rows], see `DraftChain.run`
     counts: _Ints  # [drafting rows], number of drafts of each row
@@ -200,9 +200,9 @@ class DraftChain:
         """Compute a step of the target, in which a row's tokens after the first are drafts, and draft after it.
 
         With `num_rounds`, these drafts are then verified in the same way, up to so many rounds in total; a row leaves
-        when it has `limits` tokens or one of the tokens `ends`, and the rounds end when a row lacks a block. Stores
-        the accepted tokens of each slot. # [B], [any]
-
+        when it has `limits` tokens or one of the tokens `ends`, and the rounds end when a row lacks a block. `limits`
+        is None for a single round; for more, there must be memory for `max(wanted)` drafts of each row. Stores the
+        accepted tokens of each slot. # [B], [any]
 
         The first three arguments: see `Program.run`. The target chooses a token after each of the step's tokens. Up to
         `wanted` drafts are made for each row, limited by its `num_blocks` blocks and the context length. A row has
@@ -245,7 +245,7 @@ class DraftChain:
             rounds.accepted[:num_rows, : rounds.num_accepted[:num_rows].max()],
             rounds.num_accepted[:num_rows],
             rounds.counted[:count, :, :num_rows],
-            program.output[: step.num_tokens],
+            program.output[:num_tokens],
             self._order[:num_drafting],
             drafts[:, :num_drafting],
             self._counts[:num_drafting],
