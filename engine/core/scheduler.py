@@ -294,9 +294,8 @@ class Scheduler:
         is_current = not self._submitted or self._has_device_drafts()
         step.num_next_drafts = self.drafts.num_next(step.seqs.values(), step.num_decodes, is_current=is_current)
         is_awaited = bool(self._prefilling) or (bool(self.waiting) and self._has_slot())
-        if step.drafts and not step.num_prefills and not is_awaited and self.drafts.num_rounds > 1:
+        if step.drafts and not step.num_prefills and not is_awaited:
             step.num_rounds = self.drafts.num_rounds
-            self._charge_rounds(step)
         return step.batch()
 
     def schedule_only(self, seqs: Collection[Sequence]) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
@@ -501,14 +500,6 @@ class Scheduler:
             seq = step.seqs[seq_id]
             self._shares.charge(seq.owner, len(tokens) / seq.weight)
         return True
-
-    def _charge_rounds(self, step: StepBuilder) -> None:
-        """Charge the owners for the further rounds of a step, as if each verified as many drafts as the first."""
-        costs: dict[str, float] = {}
-        for seq in step.seqs.values():
-            costs[seq.owner] = costs.get(seq.owner, 0.0) + (1 + len(step.drafts.get(seq.id, ()))) / seq.weight
-        for owner, cost in costs.items():
-            self._shares.charge(owner, (step.num_rounds - 1) * cost)
 
     def _current_decode_rows(self) -> tuple[DecodeRows, list[int]]:
         """The running sequences whose prompts are computed, with their numbers of tokens.
@@ -749,6 +740,8 @@ class Scheduler:
             computed = {seq_id for step in self._submitted for seq_id in step.batch.req_ids}
             if without_token := self.drafts.take(seqs, fwd_output, verified, computed):
                 self.retract(without_token)
+            if fwd_output.verified_drafts:
+                self._charge_rounds(seqs, fwd_output.verified_drafts)
         if fwd_output.logprobs:
             for output in outputs:
                 rows = fwd_output.logprobs.get(output.request_id)
@@ -820,6 +813,16 @@ class Scheduler:
         rows = self._decode_rows
         decoding = (seq.owner for seq in self.running) if rows is None else rows.costs
         return {*self.waiting.owners, *(seq.owner for seq in self._prefilling), *decoding}
+
+    def _charge_rounds(self, seqs: Iterable[Sequence], verified: Mapping[int, list[tuple[int, int]]]) -> None:
+        """Charge the owners for the rounds of a step after the first one, for which they were charged before."""
+        costs: dict[str, float] = {}
+        for seq in seqs:
+            further = verified[seq.id][1:]
+            cost = sum(1 + num_drafts for num_drafts, _ in further) / seq.weight
+            costs[seq.owner] = costs.get(seq.owner, 0.0) + cost
+        for owner, cost in costs.items():
+            self._shares.charge(owner, cost)
 
     def _forget_owners(self) -> None:
         """Remove the state of owners without sequences."""

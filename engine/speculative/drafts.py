@@ -106,7 +106,8 @@ class Drafts:
     @property
     def num_rounds(self) -> int:
         """The most rounds of a step, so that it stays short."""
-        return max(1, min(self._max_rounds, int(_ROUNDS_SECONDS / self._round_seconds)))
+        fits = self._max_rounds * self._round_seconds <= _ROUNDS_SECONDS
+        return self._max_rounds if fits else max(1, int(_ROUNDS_SECONDS / self._round_seconds))
 
     def begin_step(self) -> None:
         """Begin to schedule a step, which has no drafts yet."""

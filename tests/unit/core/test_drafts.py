@@ -208,7 +208,33 @@ def test_the_drafts_of_all_rounds_of_a_step_are_counted() -> None:
     assert [seq.spec_token_ids for seq in seqs] == [[5], [], []]
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(0.0005, 8), (0.0025, 2), (0.1, 1)])
+@pytest.mark.parametrize(
+    ("rounds", "further"), [([(2, 0)], 0), ([(2, 2), (3, 0), (1, 1)], 6)], ids=["one round", "three rounds"]
+)
+def test_an_owner_is_charged_for_the_rounds_that_a_step_had(rounds: list[tuple[int, int]], further: int) -> None:
+    """A step may have fewer than were scheduled, as where a row's parameters are not those of the operators."""
+    config = Config(
+        num_kvcache_blocks=16,
+        max_model_len=64,
+        max_num_seqs=4,
+        speculative_config=SpeculativeConfig(speculative_method="eagle", num_speculative_tokens=3),
+    )
+    mine = Scheduler(config, max_rounds=8)
+    seq = Sequence([*CYCLE], 16, SamplingParams(max_tokens=40), id=0)
+    mine.add(seq)
+    mine.schedule()
+    mine.postprocess([seq], ScheduledBatchOutput({0: (1,)}, draft_token_ids={0: [2, 3]}))
+    mine.drafts._round_seconds = 1e-9
+    served = mine._shares.served(seq.owner)
+    batch, _ = mine.schedule()  # type: ignore[misc]
+    assert (batch.num_rounds, batch.scheduled_spec_decode_tokens) == (8, {0: [2, 3]})
+    tokens = tuple(range(5, 5 + sum(1 + accepted for _, accepted in rounds)))
+    verified = {0: rounds} if len(rounds) > 1 else None
+    mine.postprocess([seq], ScheduledBatchOutput({0: tokens}, num_rounds=len(rounds), verified_drafts=verified))
+    assert mine._shares.served(seq.owner) - served == 3 + further
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 8), (0.0005, 8), (0.0025, 2), (0.1, 1)])
 def test_a_step_has_as_many_rounds_as_keep_it_short(seconds: float, rounds: int) -> None:
     config = SimpleNamespace(
         speculative_config=SpeculativeConfig(speculative_method="eagle", num_speculative_tokens=3)
