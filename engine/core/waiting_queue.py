@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Reversible, Set
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from engine.sequence import Sequence
 
@@ -67,6 +68,8 @@ class FairShares:
         """Least virtual time of new owners."""
         self._num_new = self._num_known = 0
         """Numbers of new and of other owners with recent service."""
+        self.num_changes = 0
+        """Number of times at which owners stopped being new."""
 
     def __len__(self) -> int:
         return len(self._served)
@@ -76,9 +79,20 @@ class FairShares:
         at = self._served.get(owner)
         if at is None:
             at = self._new_served
-        elif self._is_new(owner):
+        elif self.is_new(owner):
             at = max(at, self._new_served)
         return max(at, self._now - _CREDIT)
+
+    def recorded(self, owner: str) -> float:
+        """Return the virtual time of an owner that waits, without the bound that all new owners, or all others, share.
+
+        In either group, owners are in the order of `served` if they are in that of `recorded`.
+        """
+        return self._served[owner]
+
+    def is_new(self, owner: str) -> bool:
+        """Return whether an owner is new. It remains so at least until `num_changes` grows."""
+        return owner in self._new or owner in self._new_before or owner not in self._served
 
     def join(self, owner: str) -> None:
         """Note that an owner begins to wait."""
@@ -116,6 +130,7 @@ class FairShares:
             known = served & self._served_once
             for owner in known:
                 self._served[owner] = self.served(owner)
+            self.num_changes += bool(known)
             self._new_before, self._new = (self._new | new) - known, set()
             self._served_once = (self._served_once | served) & self._new_before
             self._before, self._recent = self._recent, {}
@@ -130,7 +145,7 @@ class FairShares:
 
         def service(owner: str) -> float:
             own = recent.get(owner, 0.0) + before.get(owner, 0.0)
-            return own + of_new if self._is_new(owner) else own
+            return own + of_new if self.is_new(owner) else own
 
         return min(owners, key=service, default=None)
 
@@ -139,7 +154,7 @@ class FairShares:
         if not (mean := self._mean):
             return 0.0
         own = (self._recent.get(owner, 0.0) + self._before.get(owner, 0.0)) / mean
-        return own + _NEW_SERVICE if self._num_known and self._is_new(owner) else own
+        return own + _NEW_SERVICE if self._num_known and self.is_new(owner) else own
 
     @property
     def _mean(self) -> float:
@@ -153,12 +168,9 @@ class FairShares:
         """The most weight of all new owners together."""
         return max(self._num_known, _NEW_OWNERS)
 
-    def _is_new(self, owner: str) -> bool:
-        return owner in self._new or owner in self._new_before or owner not in self._served
-
     def _note(self, owner: str, cost: float) -> None:
         """Add to the recent service of an owner."""
-        is_new, is_first = self._is_new(owner), owner not in self._recent and owner not in self._before
+        is_new, is_first = self.is_new(owner), owner not in self._recent and owner not in self._before
         self._num_new += is_first and is_new
         self._num_known += is_first and not is_new
         if is_new:
@@ -232,6 +244,10 @@ class _OwnerQueue:
             self._heap = kept
 
 
+_Entry: TypeAlias = tuple[float, int, _OwnerQueue]
+_Order: TypeAlias = list[_Entry]
+
+
 class WaitingQueue:
     """Waiting sequences by owner, ordered by arrival time plus weighted priority: a lower priority is served first.
 
@@ -245,9 +261,11 @@ class WaitingQueue:
         self._aging_seconds = aging_seconds
         self.shares = FairShares() if shares is None else shares
         self._queues: dict[str, _OwnerQueue] = {}
-        self._order: list[tuple[float, int, _OwnerQueue]] = []
-        """Heap of owner queues, ordered by the owner's service when the queue was pushed. Service only grows. Emptied
-        queues may still be in the heap."""
+        self._orders: tuple[_Order, _Order] = [], []
+        """Heaps of the queues of known and of new owners, ordered by the owner's recorded service when the queue was
+        pushed. Service only grows. Emptied queues may still be in the heaps."""
+        self._num_changes = 0
+        """`shares.num_changes` when the heaps were filled."""
         self._size = 0
         self._count = itertools.count()
 
@@ -274,21 +292,37 @@ class WaitingQueue:
 
     def next_owner(self, passed_over: Collection[str] = ()) -> str | None:
         """Return the owner to serve next that is not in `passed_over`; None if no other owner waits."""
-        order, aside, found = self._order, list[tuple[float, int, _OwnerQueue]](), None
-        while order:
+        if self._num_changes != self.shares.num_changes:
+            # Owners in the heap of new ones are known now.
+            self._num_changes = self.shares.num_changes
+            for order in self._orders:
+                order.clear()
+            for queue in self._queues.values():
+                self._push(queue)
+        firsts = [self._first(order, passed_over) for order in self._orders]
+        return min((owner for owner in firsts if owner is not None), key=self.shares.served, default=None)
+
+    def _first(self, order: _Order, passed_over: Collection[str]) -> str | None:
+        """Return the owner to serve next of one heap, and correct the heap as far as that needs."""
+        aside, found = list[_Entry](), None
+        while order and found is None:
             at, _, queue = order[0]
             if self._queues.get(queue.owner) is not queue:
                 heapq.heappop(order)
-            elif (served := self.shares.served(queue.owner)) > at:
-                heapq.heapreplace(order, (served, next(self._count), queue))
+            elif (recorded := self.shares.recorded(queue.owner)) > at:
+                heapq.heapreplace(order, (recorded, next(self._count), queue))
             elif queue.owner in passed_over:
                 aside.append(heapq.heappop(order))
             else:
                 found = queue.owner
-                break
         for entry in aside:
             heapq.heappush(order, entry)
         return found
+
+    def _push(self, queue: _OwnerQueue) -> None:
+        """Add an owner's queue to the heap of its group."""
+        order = self._orders[self.shares.is_new(queue.owner)]
+        heapq.heappush(order, (self.shares.recorded(queue.owner), next(self._count), queue))
 
     @property
     def latest_owners(self) -> Iterator[str]:
@@ -345,7 +379,8 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless every waiting owner is in the order exactly once, and the size is right."""
-        ordered = sorted(queue.owner for _, _, queue in self._order if self._queues.get(queue.owner) is queue)
+        entries = itertools.chain(*self._orders)
+        ordered = sorted(queue.owner for _, _, queue in entries if self._queues.get(queue.owner) is queue)
         if ordered != sorted(self._queues):
             raise AssertionError(f"owners that wait are {sorted(self._queues)}, but the order has {ordered}")
         if self._size != sum(map(len, self._queues.values())):
@@ -357,10 +392,11 @@ class WaitingQueue:
         queue = self._queues.get(seq.owner)
         if queue is None:
             if not self._queues:
-                self._order.clear()
+                for order in self._orders:
+                    order.clear()
             queue = self._queues[seq.owner] = _OwnerQueue(seq.owner, self._aging_seconds, self._count)
             self.shares.join(seq.owner)
-            heapq.heappush(self._order, (self.shares.served(seq.owner), next(self._count), queue))
+            self._push(queue)
         return queue
 
 

@@ -175,3 +175,61 @@ def test_owners_that_begin_together_are_equal_from_the_start() -> None:
         shares.serve(f"owner {number}", 500)
     assert {shares.recent(f"owner {number}") for number in range(10)} == {1.0}
     assert shares.recent("another") == 0.0
+
+
+@given(st.lists(st.integers(0, 40), min_size=20, max_size=200), st.integers(0, 30))
+@settings(max_examples=50, deadline=None)
+def test_the_owner_with_the_least_service_is_next_whether_new_or_known(events: list[int], num_known: int) -> None:
+    """Owners take turns, join, and become known while others wait."""
+    shares = established([f"owner {number}" for number in range(num_known)])
+    queue, now = WaitingQueue(1.0, shares), 12.0
+    for event in events:
+        now += 0.4
+        shares.begin_step(now)
+        waiting = Sequence([1], 16)
+        waiting.owner = f"owner {event}"
+        queue.append(waiting)
+        if event % 3:
+            owner = queue.next_owner()
+            assert owner is not None
+            assert shares.served(owner) == min(map(shares.served, queue.owners))
+            queue.take(owner)
+            shares.serve(owner, 100 * event)
+        queue.check_integrity()
+
+
+def test_an_owner_that_becomes_known_while_it_waits_precedes_new_ones() -> None:
+    queue = WaitingQueue(1.0)
+    for owner in ("client", *(f"new {number}" for number in range(50))):
+        waiting = Sequence([1], 16)
+        waiting.owner = owner
+        queue.append(waiting)
+    for now in (0.0, 5.0):
+        queue.shares.begin_step(now)
+        queue.shares.serve("client", 100)
+    queue.shares.begin_step(10.0)
+    queue.shares.serve("new 0", 5000)
+    assert queue.next_owner() == "client"
+
+
+def test_a_turn_costs_no_more_next_to_many_new_owners() -> None:
+    """All of them are passed by the virtual time of new owners with each turn of one."""
+    queue, num_calls = WaitingQueue(1.0), 0
+    for number in range(500):
+        waiting = Sequence([1], 16)
+        waiting.owner = f"new {number}"
+        queue.append(waiting)
+    served = queue.shares.served
+
+    def counted(owner: str) -> float:
+        nonlocal num_calls
+        num_calls += 1
+        return served(owner)
+
+    queue.shares.served = counted  # type: ignore[method-assign]
+    for number in range(20):
+        owner = queue.next_owner()
+        assert owner == f"new {number}"
+        queue.take(owner)
+        queue.shares.serve(owner, 300)
+    assert num_calls < 200
