@@ -137,6 +137,8 @@ def test_the_sampler_gets_the_same_top_tokens_as_from_torch(width: int) -> None:
 
 FILTERS = [
     {"top_k": 1},
+    {"top_k": 20, "temperature": 1000.0},
+    {"top_k": 48, "temperature": 1.0},
     {"top_k": 50},
     {"top_k": 50, "top_p": 0.7},
     {"top_k": 900, "top_p": 0.95, "min_p": 1e-3},
