@@ -88,7 +88,9 @@ def open_store(config: ServerConfig) -> BatchStore:
     if config.data_dir is not None:
         folder = Path(config.data_dir).expanduser()
         try:
-            return _store(folder, config)
+            store = _store(folder, config)
+            store.open()
+            return store
         except OSError as error:
             if error.strerror is None:
                 raise  # A sentence of the store's.

@@ -165,7 +165,7 @@ class BatchStore:
     def __init__(
         self, folder: Path | None, max_bytes_per_owner: int, max_bytes: int = 2**62, seconds_kept: int = 0
     ) -> None:
-        """`folder` is created when the first file is written; None means a temporary folder, deleted by `close`.
+        """`folder` is created by `open` or with the first file; None means a temporary folder, deleted by `close`.
 
         `max_bytes` bounds the files of all owners together. After `seconds_kept`, files without an expiry and ended
         batches are deleted; 0 means never.
@@ -186,13 +186,17 @@ class BatchStore:
         self._lock_file: IO[bytes] | None = None
         self._is_closed = False
         if folder is not None and (folder / "batches.sqlite").exists():
-            try:
-                self._open()
-            except sqlite3.Error as error:
-                raise OSError(
-                    f"data_dir is {folder}, whose batches.sqlite cannot be opened: {error}; restore it, or move it "
-                    "and the folder files away"
-                ) from error
+            self.open()
+
+    def open(self) -> None:
+        """Create and lock the folder now instead of with the first file. Raises `OSError` as the constructor."""
+        try:
+            self._open()
+        except sqlite3.Error as error:
+            raise OSError(
+                f"data_dir is {self._folder}, whose batches.sqlite cannot be opened: {error}; restore it, or move it "
+                "and the folder files away"
+            ) from error
 
     def close(self) -> None:
         """Release the folder. All other methods raise `ShuttingDown` from now on."""

@@ -337,6 +337,15 @@ def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
     BatchStore(tmp_path / "data", 10**6).close()
 
 
+def test_an_empty_data_dir_belongs_to_the_first_server_that_is_given_it(tmp_path: Path) -> None:
+    config = ServerConfig(data_dir=str(tmp_path / "new"))
+    first = open_store(config)
+    with pytest.raises(OSError, match="which another server uses"):
+        open_store(config)
+    first.close()
+    open_store(config).close()
+
+
 def test_a_data_dir_that_cannot_be_opened_is_refused_with_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "batches.sqlite").write_text("not a database" * 1000)
     with pytest.raises(
