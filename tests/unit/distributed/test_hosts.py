@@ -143,10 +143,8 @@ def test_a_host_speaks_for_its_own_ranks_only(call: Caller, ranks: list[RemoteRa
     assert ranks[1].far_descriptor >= 0
 
 
-def test_a_second_host_of_a_number_is_refused_once_the_first_has_answered(
-    call: Caller, ranks: list[RemoteRank]
-) -> None:
-    """A silent host may have lost power, and be the second one."""
+def call_twice_as_one_host(call: Caller, ranks: list[RemoteRank]) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
+    """Let a host join and another one call with the same number. Returns both; the first was asked for an answer."""
     first, second = call("first"), call("second")
     say(first, Hello(1, "worker-1", GROUND))
     ranks[0].send(Join())
@@ -154,6 +152,14 @@ def test_a_second_host_of_a_number_is_refused_once_the_first_has_answered(
     say(second, Hello(1, "worker-1", GROUND))
     wait_for_question(first)
     assert heard(second, SILENCE_MS) is None
+    return first, second
+
+
+def test_a_second_host_of_a_number_is_refused_once_the_first_has_answered(
+    call: Caller, ranks: list[RemoteRank]
+) -> None:
+    """A silent host may have lost power, and be the second one."""
+    first, second = call_twice_as_one_host(call, ranks)
     first.send(b"")
     answer = heard(second)
     assert isinstance(answer, Refused)
@@ -164,13 +170,7 @@ def test_a_second_host_of_a_number_takes_the_place_of_one_that_went_without_a_wo
     call: Caller, router: HostRouter, ranks: list[RemoteRank]
 ) -> None:
     """A machine that restarts before its silence is noticed; it sends its first message only once."""
-    first, second = call("first"), call("second")
-    say(first, Hello(1, "worker-1", GROUND))
-    ranks[0].send(Join())
-    assert heard(first) == RankCommand(1, Join())
-    say(second, Hello(1, "worker-1", GROUND))
-    wait_for_question(first)
-    assert heard(second, SILENCE_MS) is None
+    first, second = call_twice_as_one_host(call, ranks)
     first.close(linger=0)
     wait_for(lambda: ranks[0].receive() is None)
     later = RemoteRank(1, 1, "")

@@ -433,13 +433,19 @@ async def test_a_body_in_very_many_tiny_chunks_is_refused() -> None:
         assert (await client.until(b"0\r\n\r\n")).endswith(b"6\r\n400000\r\n0\r\n\r\n")
 
 
+async def refused(edge: Edge) -> tuple[Client, HttpProtocol]:
+    """Send what is no HTTP, and wait for the last answer. Return the client and the server's side."""
+    client = await edge.connect(b"no HTTP\r\n\r\n")
+    await client.until(b"}")
+    (protocol,) = edge.state.connections
+    assert isinstance(protocol, HttpProtocol)
+    return client, protocol
+
+
 @run
 async def test_a_large_body_after_the_last_answer_is_read_without_pauses() -> None:
     async with serving() as edge:
-        client = await edge.connect(b"no HTTP\r\n\r\n")
-        await client.until(b"}")
-        (protocol,) = edge.state.connections
-        assert isinstance(protocol, HttpProtocol)
+        _, protocol = await refused(edge)
         protocol.data_received(b"x" * 2**16)
         assert protocol._is_reading
         protocol.data_received(b"x")
@@ -449,10 +455,7 @@ async def test_a_large_body_after_the_last_answer_is_read_without_pauses() -> No
 @run
 async def test_what_follows_the_last_answer_is_read_with_pauses() -> None:
     async with serving() as edge:
-        client = await edge.connect(b"no HTTP\r\n\r\n")
-        await client.until(b"}")
-        (protocol,) = edge.state.connections
-        assert isinstance(protocol, HttpProtocol)
+        client, protocol = await refused(edge)
         for _ in range(2):
             client.writer.write(b"x" * 1000)
             await until(lambda: not protocol._is_reading)

@@ -114,38 +114,33 @@ async def test_one_owner_leaves_a_thread_to_the_others(monkeypatch: pytest.Monke
     await work.end_all()
 
 
-async def test_turns_are_shared_by_time_and_not_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs of 4 s and jobs of 1 s: four of the latter for each of the former."""
-    work = Work(monkeypatch, num_threads=1)
+async def num_heavy_turns(work: Work, heavy: Owner, num_turns: int, seconds: float) -> int:
+    """Let two owners ask for 8 jobs each, of `seconds` and of 1 s, and return how many turns of the first ones are
+    the heavy owner's."""
     await work.ask(OTHER, "first")
     await work.until(lambda: work.started == ["first"])
     for number in range(8):
-        await work.ask(HEAVY, f"heavy{number}")
+        await work.ask(heavy, f"heavy{number}")
         await work.ask(LIGHT, f"light{number}")
     await work.end("first")
-    for count in range(1, 11):
+    for count in range(1, num_turns + 1):
         await work.until(lambda count=count: len(work.started) == count + 1)  # type: ignore[misc]
         name = work.started[-1]
-        await work.end(name, 4.0 if name.startswith("heavy") else 1.0)
-    served = work.started[1:11]
-    assert sum(name.startswith("heavy") for name in served) == 2
+        await work.end(name, seconds if name.startswith("heavy") else 1.0)
+    served = work.started[1 : num_turns + 1]
     await work.end_all()
+    return sum(name.startswith("heavy") for name in served)
+
+
+async def test_turns_are_shared_by_time_and_not_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of 4 s and jobs of 1 s: four of the latter for each of the former."""
+    work = Work(monkeypatch, num_threads=1)
+    assert await num_heavy_turns(work, HEAVY, 10, 4.0) == 2
 
 
 async def test_a_weight_buys_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work(monkeypatch, num_threads=1)
-    paying = HEAVY._replace(weight=3.0)
-    await work.ask(OTHER, "first")
-    await work.until(lambda: work.started == ["first"])
-    for number in range(8):
-        await work.ask(paying, f"paying{number}")
-        await work.ask(LIGHT, f"light{number}")
-    await work.end("first")
-    for count in range(1, 9):
-        await work.until(lambda count=count: len(work.started) == count + 1)  # type: ignore[misc]
-        await work.end(work.started[-1])
-    assert sum(name.startswith("paying") for name in work.started[1:9]) == 6
-    await work.end_all()
+    assert await num_heavy_turns(work, HEAVY._replace(weight=3.0), 8, 1.0) == 6
 
 
 async def test_an_owner_that_asks_one_by_one_gains_no_turn_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
