@@ -7,6 +7,8 @@
 #include "codes.h"
 #include "vectors.h"
 
+#define UNSCALED_STEPS 4 /* as many steps, 8 KiB, that many rows are multiplied by at once where sums are scaled */
+#define ONE_ROW_PANELS 2 /* that one row is multiplied by together on a processor that reads one stream fastest */
 #define NEAR_STEPS 4  /* bytes of a panel, 8 KiB, that few rows are multiplied by at once */
 #define SIDE_STEPS 2  /* and of each of several */
 #define APART 160     /* between those: at a distance of 4 KiB loads would wait for stores to other panels */
@@ -26,7 +28,8 @@ struct place {
     enum isa isa;
     struct numbers numbers;
     struct staged staged;
-    float *totals; /* [rows][groups] of staged rows, where zero points or a bias are multiplied by them; or NULL */
+    float *totals; /* [rows][groups] of staged rows, where `has_zeros` */
+    int has_zeros; /* whether zero points or a bias are multiplied by these */
     bf16 *columns; /* [steps][16 pairs][rows][2], up to 16 rows as `add_columns` takes them; or NULL */
     const int64_t *tokens; /* row of x for each row, or NULL */
 };
@@ -40,7 +43,7 @@ static struct place prepare(struct worker *worker, const struct codes *codes, in
                        .numbers = numbers_of(worker->isa, codes),
                        .staged = {(char *)(bench + 1), -1, products->staged_bytes}};
     char *rest = at.staged.rows + rows_to_stage(inputs) * parts(inputs, DEPTH) * DEPTH * at.staged.bytes;
-    if (!at.numbers.is_scaled && has_zeros(codes->code_kind)) at.totals = (float *)rest;
+    at.totals = (float *)rest, at.has_zeros = !at.numbers.is_scaled && has_zeros(codes->code_kind);
     if (products->add_columns && codes->code_kind == INT4) at.columns = (bf16 *)rest;
     return at;
 }
@@ -107,14 +110,6 @@ static void add_part(const struct place *at, const struct codes *codes, const st
                      int64_t some, int64_t rows, float *sums) {
     int64_t steps = panels->steps;
     struct near_panels near = part_of(at, codes, panels, first, some);
-    if (rows == 1 && at->numbers.add_row && panels->count == at->numbers.row_panels) {
-        int64_t group = first / (codes->group / DEPTH);
-        const struct row_of_codes row = {
-            panels->first + (group + 1) * bytes_of_header(codes) + first * bytes_of_codes(codes->code_kind),
-            panels->bytes, some, near.ahead};
-        at->numbers.add_row(at->staged.rows + first * TILE * at->staged.bytes, &row, sums);
-        return;
-    }
     for (int64_t panel = 0; panel < panels->count; panel++)
         expand_steps(at->isa, codes, panels->first + panel * panels->bytes, first, some,
                      at->bench->near + panel * near.apart);
@@ -123,26 +118,62 @@ static void add_part(const struct place *at, const struct codes *codes, const st
                           min64(GROUP, rows - row), steps, &near, sums + row * PANEL);
 }
 
-/* Multiply staged rows by panels; by several if rows are few. */
-static void multiply_near(const struct place *at, const struct codes *codes, const struct panels *panels,
-                          int64_t rows) {
-    struct codes_bench *bench = at->bench;
-    int is_side = panels->count > 1 && !(rows == 1 && at->numbers.add_row);
-    int64_t at_once = rows > GROUP ? MORE_STEPS : is_side ? SIDE_STEPS : NEAR_STEPS;
-    int64_t steps = panels->steps, in_group = codes->group / DEPTH, bytes = panels->count * rows * PANEL * sizeof(float);
-    memset(bench->sums, 0, rows > LANES ? parts(rows, LANES) * LANES * PANEL * (int64_t)sizeof(float) : bytes);
-    if (at->numbers.is_scaled) {
-        for (int64_t done = 0; done < steps; done += at_once)
-            add_part(at, codes, panels, done, min64(at_once, steps - done), rows, bench->sums);
+/* Multiply staged rows by panels of scaled numbers; by several if rows are few. */
+static void multiply_scaled(const struct place *at, const struct codes *codes, const struct panels *panels,
+                            int64_t rows) {
+    int64_t at_once = rows > GROUP ? MORE_STEPS : panels->count > 1 ? SIDE_STEPS : NEAR_STEPS;
+    for (int64_t done = 0; done < panels->steps; done += at_once)
+        add_part(at, codes, panels, done, min64(at_once, panels->steps - done), rows, at->bench->sums);
+}
+
+/* The same where the sums of groups are scaled. */
+static void multiply_unscaled(const struct place *at, const struct codes *codes, const struct panels *panels,
+                              int64_t rows) {
+    int64_t steps = panels->steps, in_group = codes->group / DEPTH;
+    struct coded_part part = {.codes = codes,
+                              .header = panels->first,
+                              .x = at->staged.rows,
+                              .all = steps,
+                              .steps = steps,
+                              .has_zeros = at->has_zeros,
+                              .bias = at->numbers.bias,
+                              .totals = at->totals,
+                              .groups = parts(steps, in_group),
+                              .sums = at->bench->sums,
+                              .apart = panels->bytes,
+                              .distance = look_ahead(rows),
+                              .numbers = at->bench->near,
+                              .of_group = at->bench->of_group};
+    if (rows <= at->numbers.code_rows) {
+        at->numbers.add_codes(&part, rows, panels->count);
         return;
     }
-    for (int64_t group = 0; group * in_group < steps; group++) {
-        int64_t past = min64(steps, (group + 1) * in_group);
-        memset(bench->of_group, 0, bytes);
-        for (int64_t done = group * in_group; done < past; done += at_once)
-            add_part(at, codes, panels, done, min64(at_once, past - done), rows, bench->of_group);
-        scale_sums(codes, panels, group, bench->of_group, at->totals, at->numbers.bias, rows, bench->sums);
+    part.stride = bytes_of_codes(codes->code_kind) / (DEPTH / 2);
+    for (int64_t done = 0; done < steps; done += part.steps) {
+        int64_t group = done / in_group;
+        part.header = panels->first + group * bytes_of_group(codes), part.begun = done % in_group;
+        part.x = at->staged.rows + done * TILE * at->staged.bytes, part.totals = at->totals + group;
+        part.steps = min64(UNSCALED_STEPS, steps - done), part.is_last = done + part.steps == steps;
+        part.ahead = part.header + part.begun * bytes_of_codes(codes->code_kind) + part.distance;
+        expand_steps(at->isa, codes, panels->first, done, part.steps, at->bench->near);
+        at->numbers.add_numbers(&part, rows);
     }
+}
+
+/* Multiply staged rows by panels. */
+static void multiply_near(const struct place *at, const struct codes *codes, const struct panels *panels,
+                          int64_t rows) {
+    int64_t count = panels->count * rows;
+    memset(at->bench->sums, 0, (rows > LANES ? parts(rows, LANES) * LANES : count) * PANEL * sizeof(float));
+    (at->numbers.is_scaled ? multiply_scaled : multiply_unscaled)(at, codes, panels, rows);
+}
+
+/* How many panels a number of rows is multiplied by together. */
+static int64_t panels_at_once(const struct place *at, int64_t rows) {
+    if (at->columns && rows <= LANES) return COLUMN_PANELS;
+    if (at->numbers.is_scaled) return at->products->side_panels(rows);
+    if (rows > 1 || !at->numbers.add_codes) return 1;
+    return reads_one_stream() ? ONE_ROW_PANELS : at->numbers.panels;
 }
 
 /* Staged rows, 16 at most, to columns. */
@@ -179,16 +210,17 @@ static void multiply_panels(const struct linear *op, const struct codes *codes, 
     if (at->staged.first != first) {
         if (codes->order) stage_in_order(at, op, codes->order, first, count);
         else stage(&at->staged, op->x, op->x_stride, at->tokens, first, count, op->in_features);
-        if (at->totals) add_up(at, codes, count, op->in_features);
+        if (at->has_zeros) add_up(at, codes, count, op->in_features);
         if (at->columns && count <= LANES) stage_columns(at, count, steps);
     }
     at->staged.first = first;
     int has_columns = at->columns && count <= LANES;
+    int64_t at_once = panels_at_once(at, count);
     if (has_columns) prepare_columns(at->isa, count);
     else prepare_rows(at->isa, count);
     for (int64_t made; panel < past; panel += made) {
         struct panels panels = {.bytes = bytes_of_panel(codes, op->in_features), .steps = steps};
-        made = panels.count = min64(past - panel, has_columns ? COLUMN_PANELS : at->products->side_panels(count));
+        made = panels.count = past - panel < at_once && at->numbers.add_codes ? 1 : min64(past - panel, at_once);
         panels.first = (const char *)op->weight + panel * panels.bytes;
         if (has_columns) multiply_columns(at, codes, &panels, count);
         else multiply_near(at, codes, &panels, count);

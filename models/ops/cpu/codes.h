@@ -45,22 +45,38 @@ static inline int64_t bytes_of_panel(const struct codes *codes, int64_t inputs) 
     return parts(inputs, codes->group) * bytes_of_header(codes) + parts(inputs, DEPTH) * bytes_of_codes(codes->code_kind);
 }
 
-/* Some steps of one group of panels that are `apart`, and the lines to prefetch meanwhile. */
-struct row_of_codes {
-    const char *codes;
-    int64_t apart, steps;
+/* Staged rows and the part of panels that they are multiplied by: whole panels of codes, or stored numbers of some steps
+ * of one panel. */
+struct coded_part {
+    const struct codes *codes;
+    const char *header; /* of the group in which the part begins */
+    const char *x;      /* rows, from the part's first step on, that have `all` steps */
+    int64_t all, steps;
+    int has_zeros;       /* whether zero points or a bias are multiplied by the totals of rows */
+    float bias;          /* added to every number */
+    const float *totals; /* [rows][groups] of the inputs of each group, from the part's first group on */
+    int64_t groups;
+    float *sums; /* [panel][rows][32], to which the scaled sums of whole groups are added */
+    /* Of codes: */
+    int64_t apart, distance; /* bytes from panel to panel, and to the codes that are fetched */
+    /* Of numbers: */
+    const bf16 *numbers;
+    float *of_group; /* [rows][32] sums of the group in which the part begins or ends */
+    int64_t begun;   /* steps of the first group that came before */
+    int is_last;     /* whether the part ends with the panel */
     const char *ahead;
+    int64_t stride; /* `ahead` is fetched, and so many bytes later the next line, with each pair of inputs */
 };
 
-/* Multiply a staged row by those, and add to its sums [panel][32]. */
-typedef void row_adder(const char *x, const struct row_of_codes *row, float *sums);
+typedef void codes_adder(const struct coded_part *part, int64_t rows, int64_t panels);
 
-/* How an instruction set converts codes to bfloat16. */
+/* How an instruction set multiplies by codes. */
 struct numbers {
-    int is_scaled;      /* whether numbers are scaled; otherwise the sums of groups are yet to be scaled */
-    float bias;         /* added to every unscaled number */
-    row_adder *add_row; /* converts `row_panels` panels at once, without storing their numbers; or NULL */
-    int64_t row_panels;
+    int is_scaled; /* whether numbers are scaled when they are converted, and then multiplied like a bfloat16 weight */
+    float bias;    /* added to every unscaled number */
+    codes_adder *add_codes; /* multiplies up to `code_rows` rows by a panel, or one row by `panels`; or NULL */
+    int64_t code_rows, panels;
+    void (*add_numbers)(const struct coded_part *part, int64_t rows); /* multiplies rows by converted codes */
 };
 
 struct numbers numbers_of(enum isa isa, const struct codes *codes);
@@ -79,10 +95,5 @@ struct panels {
     int64_t bytes, steps; /* of each */
     int64_t count;
 };
-
-/* Scale the sums of a group [panel][rows][32], whose inputs of a row add up to `totals` [rows][groups], and add them to
- * all sums. `totals` NULL: there are no zero points. */
-void scale_sums(const struct codes *codes, const struct panels *panels, int64_t group, const float *of_group,
-                const float *totals, float bias, int64_t rows, float *sums);
 
 #endif

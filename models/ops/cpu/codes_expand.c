@@ -5,6 +5,8 @@
 
 #if HAS_X86
 #include <immintrin.h>
+#elif HAS_NEON
+#include <arm_neon.h>
 #endif
 
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
@@ -44,31 +46,17 @@ struct factors {
     vector scales, zeros;
 };
 
+INLINE vector load_zeros(const struct codes *codes, const char *group, int tile) {
+    signed_bytes stored;
+    memcpy(&stored, group + PANEL * bytes_of_scale(codes->scales) + tile * LANES, sizeof stored);
+    return __builtin_convertvector(stored, vector);
+}
+
 INLINE struct factors factors_of(const struct codes *codes, const char *group, int tile) {
     int64_t size = bytes_of_scale(codes->scales);
     struct factors found = {load_scales(group + tile * LANES * size, codes->scales), {0}};
-    if (has_zeros(codes->code_kind)) {
-        signed_bytes stored;
-        memcpy(&stored, group + PANEL * size + tile * LANES, sizeof stored);
-        found.zeros = __builtin_convertvector(stored, vector);
-    }
+    if (has_zeros(codes->code_kind)) found.zeros = load_zeros(codes, group, tile);
     return found;
-}
-
-CLONES void scale_sums(const struct codes *codes, const struct panels *panels, int64_t group, const float *of_group,
-                       const float *totals, float bias, int64_t rows, float *sums) {
-    int64_t groups = parts(panels->steps, codes->group / DEPTH);
-    const char *header = panels->first + group * bytes_of_group(codes);
-    for (int64_t panel = 0; panel < panels->count; panel++, header += panels->bytes)
-        for (int tile = 0; tile < 2; tile++) {
-            struct factors by = factors_of(codes, header, tile);
-            int64_t at = panel * rows * PANEL + tile * LANES;
-            for (int64_t row = 0; row < rows; row++, at += PANEL) {
-                vector sum = load(of_group + at);
-                if (totals) sum -= (by.zeros + bias) * totals[row * groups + group];
-                store(sums + at, load(sums + at) + sum * by.scales);
-            }
-        }
 }
 
 /* ---- any processor ---- */
@@ -119,6 +107,36 @@ CLONES static void any_fp8(const char *from, int64_t steps, bf16 *to) { expand_a
 typedef void expander(const char *from, int64_t steps, bf16 *to);
 static expander *const with_any[] = {any_int4, any_fp4, any_int8, any_fp8};
 
+#define NAME(x) portable_##x
+#define TARGET
+#define WIDTH 4
+#define ROWS 4
+#define CODE_ROWS 0
+#define PAIRS 0
+#include "codes_kernel.h"
+
+#if HAS_NEON
+#define NAME(x) neon_##x
+#define TARGET NEON
+#define WIDTH 4
+#define ROWS 8
+#define CODE_ROWS 0
+#define PAIRS 0
+#include "codes_kernel.h"
+
+NEON_BF16 INLINE float32x4_t neon_bf16_dot_pairs(float32x4_t sum, uint32_t both, uint32x4_t w) {
+    return vbfdotq_f32(sum, vreinterpretq_bf16_u32(w), vreinterpretq_bf16_u32(vdupq_n_u32(both)));
+}
+
+#define NAME(x) neon_bf16_##x
+#define TARGET NEON_BF16
+#define WIDTH 4
+#define ROWS 8
+#define CODE_ROWS 0
+#define PAIRS 1
+#include "codes_kernel.h"
+#endif
+
 #if HAS_X86
 /* ---- AVX2 ---- */
 
@@ -145,13 +163,14 @@ AVX2 INLINE __m256i avx2_fp4(__m256i words, int line) {
 }
 
 /* The upper byte of a number has its sign and all but one bit of the exponent, which grows by 120. The codes without an
- * exponent are corrected by tables. Returns elements 0 to 7 and 16 to 23, and the others. */
-AVX2 INLINE void avx2_fp8(__m256i codes, __m256i words[2]) {
+ * exponent are corrected by tables. */
+AVX2 INLINE void avx2_fp8(const char *from, __m256i words[2]) {
     const __m256i high = twice(
         _mm_setr_epi8(60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61));
     const __m256i less = twice(_mm_setr_epi8(60, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
     const __m256i other = twice(_mm_setr_epi8(0, 16, -96, -16, 64, 112, 32, 16, 0, 0, 0, 0, 0, 0, 0, 0));
     const __m256i mask = _mm256_set1_epi8(15), exponent = _mm256_set1_epi8(0x78);
+    __m256i codes = _mm256_permute4x64_epi64(avx2_load(from), 0xd8); /* so that the halves come out in order */
     __m256i rest = _mm256_and_si256(codes, mask), l = _mm256_slli_epi16(rest, 4);
     __m256i h = _mm256_shuffle_epi8(high, _mm256_and_si256(_mm256_srli_epi16(codes, 4), mask));
     __m256i is_tiny = _mm256_cmpeq_epi8(_mm256_and_si256(codes, exponent), _mm256_setzero_si256());
@@ -160,20 +179,16 @@ AVX2 INLINE void avx2_fp8(__m256i codes, __m256i words[2]) {
     words[0] = _mm256_unpacklo_epi8(l, h), words[1] = _mm256_unpackhi_epi8(l, h);
 }
 
-/* Halves of a line of a tile in order, or with FP8 its quarters as `avx2_fp8` gives them. */
-AVX2 INLINE void avx2_words_of(int kind, const char *tile, int pair, __m256i words[2]) {
+/* Halves of a line of a tile. */
+AVX2 INLINE void avx2_line(int kind, const char *tile, int pair, __m256i words[2]) {
     if (kind == FP8) {
-        avx2_fp8(avx2_load(tile + pair * 2 * LANES), words);
+        avx2_fp8(tile + pair * 2 * LANES, words);
         return;
     }
     for (int half = 0; half < 2; half++) {
         __m256i codes = avx2_load(tile + pair / 4 * LINE + half * (LINE / 2));
         words[half] = kind == INT4 ? avx2_int4(codes, pair % 4) : avx2_fp4(codes, pair % 4);
     }
-}
-
-AVX2 INLINE __m256i avx2_swap(__m256i a, __m256i b, int upper) {
-    return upper ? _mm256_permute2x128_si256(a, b, 0x31) : _mm256_permute2x128_si256(a, b, 0x20);
 }
 
 /* 16 numbers. */
@@ -190,16 +205,11 @@ AVX2 INLINE void avx2_expand(const char *from, int64_t steps, bf16 *to, int kind
     for (int64_t tile = 0; tile < 2 * steps; tile++, from += bytes_of_codes(kind) / 2)
 #pragma GCC unroll 16
         for (int pair = 0; pair < DEPTH / 2; pair++, to += 2 * LANES) {
-            __m256i words[2], line[2];
+            __m256i words[2];
             if (kind == INT8)
-                for (int half = 0; half < 2; half++)
-                    line[half] = avx2_int8(from + pair * 2 * LANES + half * LANES);
-            else {
-                avx2_words_of(kind, from, pair, words);
-                for (int half = 0; half < 2; half++)
-                    line[half] = kind == FP8 ? avx2_swap(words[0], words[1], half) : words[half];
-            }
-            for (int half = 0; half < 2; half++) _mm256_storeu_si256((void *)(to + half * LANES), line[half]);
+                for (int half = 0; half < 2; half++) words[half] = avx2_int8(from + pair * 2 * LANES + half * LANES);
+            else avx2_line(kind, from, pair, words);
+            for (int half = 0; half < 2; half++) _mm256_storeu_si256((void *)(to + half * LANES), words[half]);
         }
 }
 
@@ -209,39 +219,25 @@ AVX2 static void avx2_expand_int8(const char *from, int64_t steps, bf16 *to) { a
 AVX2 static void avx2_expand_fp8(const char *from, int64_t steps, bf16 *to) { avx2_expand(from, steps, to, FP8); }
 static expander *const with_avx2[] = {avx2_expand_int4, avx2_expand_fp4, avx2_expand_int8, avx2_expand_fp8};
 
-typedef float avx2_floats __attribute__((vector_size(32)));
+typedef uint32_t avx2_words __attribute__((vector_size(32)));
 
-AVX2 INLINE void avx2_floats_of(int kind, const char *tile, int pair, avx2_floats even[2], avx2_floats odd[2]) {
-    __m256i words[2];
-    if (kind != INT8) avx2_words_of(kind, tile, pair, words);
-    for (int v = 0; v < 2; v++) {
-        if (kind == INT8) {
-            words[v] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(tile + pair * 2 * LANES + v * LANES)));
-            even[v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words[v], 16), 16));
-            odd[v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(words[v], 16));
-        } else {
-            even[v] = (avx2_floats)_mm256_slli_epi32(words[v], 16);
-            odd[v] = (avx2_floats)_mm256_and_si256(words[v], _mm256_set1_epi32((int)0xffff0000));
-        }
+AVX2 INLINE void avx2_words_of(int kind, const char *tile, int two, avx2_words words[2][2]) {
+    for (int line = 0; line < 2; line++) {
+        __m256i halves_of[2];
+        avx2_line(kind, tile, 2 * two + line, halves_of);
+        words[line][0] = (avx2_words)halves_of[0], words[line][1] = (avx2_words)halves_of[1];
     }
 }
 
-AVX2 INLINE void avx2_load_sums(const float *from, avx2_floats s[2], int kind) {
-    __m256i sums[2] = {avx2_load((const char *)from), avx2_load((const char *)(from + 8))};
-    for (int half = 0; half < 2; half++)
-        s[half] = (avx2_floats)(kind == FP8 ? avx2_swap(sums[0], sums[1], half) : sums[half]);
-}
-
-AVX2 INLINE void avx2_store_sums(float *to, const avx2_floats s[2], int kind) {
-    for (int half = 0; half < 2; half++) {
-        __m256i sums = kind == FP8 ? avx2_swap((__m256i)s[0], (__m256i)s[1], half) : (__m256i)s[half];
-        _mm256_storeu_si256((void *)(to + half * 8), sums);
-    }
+AVX2 INLINE avx2_words avx2_bytes_of(const char *from) {
+    return (avx2_words)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from));
 }
 
 #define NAME(x) avx2_##x
 #define TARGET AVX2
 #define WIDTH 8
+#define ROWS 4
+#define CODE_ROWS 1
 #define PANELS 2
 #define PAIRS 0
 #include "codes_kernel.h"
@@ -277,7 +273,7 @@ AVX512 INLINE __m512i avx512_fp8(const char *from) {
 }
 
 /* A line of a tile. */
-AVX512 INLINE __m512i avx512_words_of(int kind, const char *tile, int pair) {
+AVX512 INLINE __m512i avx512_line(int kind, const char *tile, int pair) {
     const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
                                            25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     const char *line = tile + pair * 2 * LANES;
@@ -291,7 +287,7 @@ AVX512 INLINE void avx512_expand(const char *from, int64_t steps, bf16 *to, int 
     for (int64_t tile = 0; tile < 2 * steps; tile++, from += bytes_of_codes(kind) / 2)
 #pragma GCC unroll 16
         for (int pair = 0; pair < DEPTH / 2; pair++, to += 2 * LANES)
-            _mm512_storeu_si512(to, avx512_words_of(kind, from, pair));
+            _mm512_storeu_si512(to, avx512_line(kind, from, pair));
 }
 
 AVX512 static void avx512_expand_int4(const char *from, int64_t steps, bf16 *to) { avx512_expand(from, steps, to, INT4); }
@@ -300,30 +296,19 @@ AVX512 static void avx512_expand_int8(const char *from, int64_t steps, bf16 *to)
 AVX512 static void avx512_expand_fp8(const char *from, int64_t steps, bf16 *to) { avx512_expand(from, steps, to, FP8); }
 static expander *const with_avx512[] = {avx512_expand_int4, avx512_expand_fp4, avx512_expand_int8, avx512_expand_fp8};
 
-AVX512 INLINE void avx512_floats_of(int kind, const char *tile, int pair, vector even[1], vector odd[1]) {
-    if (kind == INT8) {
-        __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)(tile + pair * 2 * LANES)));
-        even[0] = (vector)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16));
-        odd[0] = (vector)_mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16));
-        return;
-    }
-    bits words = (bits)avx512_words_of(kind, tile, pair);
-    even[0] = (vector)(words << 16), odd[0] = (vector)(words & 0xffff0000);
+AVX512 INLINE void avx512_words_of(int kind, const char *tile, int two, bits words[2][1]) {
+    for (int line = 0; line < 2; line++) words[line][0] = (bits)avx512_line(kind, tile, 2 * two + line);
 }
 
-AVX512 INLINE void avx512_load_sums(const float *from, vector s[1], int kind) {
-    (void)kind;
-    s[0] = load(from);
-}
-
-AVX512 INLINE void avx512_store_sums(float *to, const vector s[1], int kind) {
-    (void)kind;
-    store(to, s[0]);
+AVX512 INLINE bits avx512_bytes_of(const char *from) {
+    return (bits)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)from));
 }
 
 #define NAME(x) avx512_##x
 #define TARGET AVX512
 #define WIDTH 16
+#define ROWS 8
+#define CODE_ROWS 8
 #define PANELS 4
 #define PAIRS 0
 #include "codes_kernel.h"
@@ -332,21 +317,46 @@ AVX512 INLINE void avx512_store_sums(float *to, const vector s[1], int kind) {
 
 AVX512_BF16 INLINE __m512i line_of(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 
-AVX512_BF16 INLINE __m512 pairs_dot_pairs(__m512 sum, uint32_t both, __m512i words) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)both), (__m512bh)words);
+AVX512_BF16 INLINE vector pairs_dot_pairs(vector sum, uint32_t both, bits words) {
+    return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)both), (__m512bh)words);
 }
 
-AVX512_BF16 INLINE __m512i pairs_words_of(int kind, const char *tile, int pair) {
-    const char *line = tile + pair * 2 * LANES;
-    if (kind == INT8) return line_of((__m512)float_of_bytes(line), (__m512)float_of_bytes(line + LANES));
-    return avx512_words_of(kind, tile, pair);
+/* Both bytes of the number that a code's seven bits of magnitude mean. */
+#define HIGH(code) (((code) << 4) + (120 << 7)) >> 8
+#define LOW(code) (((code) << 4) & 0xff)
+#define EIGHT(of, code) \
+    of(code), of(code + 1), of(code + 2), of(code + 3), of(code + 4), of(code + 5), of(code + 6), of(code + 7)
+#define ALL_WHOLE(of)                                                                                         \
+    EIGHT(of, 8), EIGHT(of, 16), EIGHT(of, 24), EIGHT(of, 32), EIGHT(of, 40), EIGHT(of, 48), EIGHT(of, 56),   \
+        EIGHT(of, 64), EIGHT(of, 72), EIGHT(of, 80), EIGHT(of, 88), EIGHT(of, 96), EIGHT(of, 104),            \
+        EIGHT(of, 112), EIGHT(of, 120)
+static const ALIGNED uint8_t high_bytes[128] = {0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, ALL_WHOLE(HIGH)};
+static const ALIGNED uint8_t low_bytes[128] = {0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60, ALL_WHOLE(LOW)};
+
+/* Two lines. Quarters of the first and of the second alternate, so that the bytes of numbers come out in order. */
+AVX512_BF16 INLINE void pairs_fp8(const char *from, bits words[2][1]) {
+    const __m512i turns = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(-128);
+    __m512i codes = _mm512_permutexvar_epi64(turns, _mm512_loadu_si512(from));
+    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(high_bytes), codes, _mm512_load_si512(high_bytes + LINE));
+    __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(low_bytes), codes, _mm512_load_si512(low_bytes + LINE));
+    high = _mm512_ternarylogic_epi32(high, codes, sign, 0xf8); /* high | (codes & sign) */
+    words[0][0] = (bits)_mm512_unpacklo_epi8(low, high), words[1][0] = (bits)_mm512_unpackhi_epi8(low, high);
 }
 
-#define pairs_load_sums avx512_load_sums
-#define pairs_store_sums avx512_store_sums
+AVX512_BF16 INLINE void pairs_words_of(int kind, const char *tile, int two, bits words[2][1]) {
+    const char *line = tile + two * 4 * LANES;
+    if (kind == FP8) pairs_fp8(line, words);
+    else if (kind == INT8)
+        for (int i = 0; i < 2; i++, line += 2 * LANES)
+            words[i][0] = (bits)line_of((__m512)float_of_bytes(line), (__m512)float_of_bytes(line + LANES));
+    else avx512_words_of(kind, tile, two, words);
+}
+
 #define NAME(x) pairs_##x
 #define TARGET AVX512_BF16
 #define WIDTH 16
+#define ROWS 8
+#define CODE_ROWS 8
 #define PANELS 4
 #define PAIRS 1
 #include "codes_kernel.h"
@@ -549,15 +559,20 @@ AVX512_BF16 static void expand_scaled(const struct codes *codes, const char *gro
 #endif
 
 struct numbers numbers_of(enum isa isa, const struct codes *codes) {
-    struct numbers numbers = {0, 0, NULL, 0};
+    struct numbers numbers = {.add_numbers = portable_add_numbers};
 #if HAS_X86
     numbers.is_scaled = isa == WITH_AMX;
-    if (isa == WITH_AVX512_BF16) numbers.add_row = pairs_rows[codes->code_kind], numbers.row_panels = 4;
-    if (isa == WITH_AVX512) numbers.add_row = avx512_rows[codes->code_kind], numbers.row_panels = 4;
+    if (isa == WITH_AVX512_BF16)
+        numbers = (struct numbers){0, 0, pairs_codes_adders[codes->code_kind], 8, 4, pairs_add_numbers};
+    if (isa == WITH_AVX512)
+        numbers = (struct numbers){0, 0, avx512_codes_adders[codes->code_kind], 8, 4, avx512_add_numbers};
     if (isa == WITH_AVX2 || isa == WITH_AVX_VNNI) {
-        numbers.add_row = avx2_rows[codes->code_kind], numbers.row_panels = 2;
+        numbers = (struct numbers){0, 0, avx2_codes_adders[codes->code_kind], 1, 2, avx2_add_numbers};
         if (codes->code_kind == INT4) numbers.bias = BIAS_OF_AVX2;
     }
+#elif HAS_NEON
+    if (isa == WITH_NEON) numbers.add_numbers = neon_add_numbers;
+    if (isa == WITH_NEON_BF16) numbers.add_numbers = neon_bf16_add_numbers;
 #endif
     (void)isa, (void)codes;
     return numbers;

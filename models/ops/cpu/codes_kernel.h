@@ -1,76 +1,276 @@
-/* One row times panels of codes together, whose numbers stay in registers. Included once for each instruction set, with
+/* Rows times the numbers of codes, whose sums of a group stay in registers until they are scaled. Included once for each
+ * instruction set, with
  *
- *   NAME(x)   the names of this set's functions
- *   TARGET    the attribute by which they are compiled
- *   WIDTH     float32 of a vector
- *   PANELS    panels at once
- *   PAIRS     whether the processor multiplies pairs of bfloat16: `dot_pairs` is then defined
+ *   NAME(x)    the names of this set's functions
+ *   TARGET     the attribute by which they are compiled
+ *   WIDTH      float32 of a vector
+ *   ROWS       rows at a time, of which LANES is a multiple
+ *   CODE_ROWS  the same where codes are converted in registers, once for all rows; 0: they never are
+ *   PANELS     panels that one row is multiplied by together, where a processor reads several streams fastest
+ *   PAIRS      whether the processor multiplies pairs of bfloat16: `dot_pairs` is then defined
  *
- * and `words_of`, which returns a line of numbers as bfloat16, or without PAIRS `floats_of`, its even and its odd
- * inputs. A sum has the order of the products in panel_kernel.h. */
+ * and with CODE_ROWS `words_of`, which converts two adjacent lines of a tile to bfloat16, and without PAIRS `bytes_of`,
+ * which widens a line's signed bytes to 16 bits. Each group's sum begins with 0 and runs
+ * over its inputs in order, for any number of rows. */
 
-#define OF_TILE (LANES / WIDTH) /* vectors of its sums */
+#define VECTORS (PANEL / WIDTH) /* of a panel's sums */
+#define OF_TILE (LANES / WIDTH)
+#define AT_ONCE 2 /* vectors of a panel's sums that stored numbers are added to */
 
 typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
+typedef uint32_t NAME(words) __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t NAME(ints) __attribute__((vector_size(WIDTH * 4)));
 
-TARGET INLINE void NAME(add_row)(const char *x, const struct row_of_codes *row, float *sums, int kind) {
-    NAME(floats) s[PANELS][2][OF_TILE];
-    int64_t of_step = bytes_of_codes(kind), of_tile = of_step / 2;
-    const char *codes = row->codes, *ahead = row->ahead;
-    for (int p = 0; p < PANELS; p++)
-        for (int tile = 0; tile < 2; tile++)
-            NAME(load_sums)(sums + p * PANEL + tile * LANES, s[p][tile], kind);
-    for (int64_t step = 0; step < row->steps; step++, codes += of_step, x += TILE * STAGED_BYTES(PAIRS)) {
+#if PAIRS
+typedef NAME(words) NAME(operand); /* pairs of bfloat16 of a vector of outputs */
+#else
+typedef struct {
+    NAME(floats) even, odd; /* inputs of these pairs */
+} NAME(operand);
+#endif
+
+TARGET INLINE NAME(operand) NAME(line_of)(NAME(words) words) {
+#if PAIRS
+    return words;
+#else
+    return (NAME(operand)){(NAME(floats))(words << 16), (NAME(floats))(words & 0xffff0000u)};
+#endif
+}
+
+/* Add the products of a pair of a row's inputs and a line. */
+TARGET INLINE NAME(floats) NAME(add_pair)(NAME(floats) sum, const char *x, int row, int pair, NAME(operand) line) {
+    x += (row * DEPTH + 2 * pair) * STAGED_BYTES(PAIRS);
+#if PAIRS
+    uint32_t both;
+    memcpy(&both, x, sizeof both);
+    return NAME(dot_pairs)(sum, both, line);
+#else
+    float xs[2];
+    memcpy(xs, x, sizeof xs);
+    sum += xs[0] * line.even;
+    return sum + xs[1] * line.odd;
+#endif
+}
+
+/* The scales and zero points of a panel's outputs in a group. */
+struct NAME(factors) {
+    NAME(floats) scales[VECTORS], zeros[VECTORS];
+};
+
+TARGET INLINE void NAME(find_factors)(const struct coded_part *part, const char *header, struct NAME(factors) *by) {
+    for (int tile = 0; tile < 2; tile++) {
+        struct factors of = {{0}, {0}};
+#if WIDTH == 16
+        if (part->codes->scales == SCALES_FLOAT16) {
+            of.scales = (vector)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)(header + tile * LANES * 2)));
+            if (part->has_zeros) of.zeros = load_zeros(part->codes, header, tile);
+        } else
+#endif
+            of = factors_of(part->codes, header, tile);
+        if (part->has_zeros) of.zeros += part->bias;
+        memcpy(by->scales + tile * OF_TILE, &of.scales, sizeof of.scales);
+        memcpy(by->zeros + tile * OF_TILE, &of.zeros, sizeof of.zeros);
+    }
+}
+
+/* Scale a vector of a group's sums, and add it to all sums. */
+TARGET INLINE void NAME(add_scaled)(const struct coded_part *part, const struct NAME(factors) *by, NAME(floats) found,
+                                    const float *total, float *sums, int v) {
+    NAME(floats) sum;
+    if (part->has_zeros) found -= by->zeros[v] * *total;
+    memcpy(&sum, sums + v * WIDTH, sizeof sum);
+    sum += found * by->scales[v];
+    memcpy(sums + v * WIDTH, &sum, sizeof sum);
+}
+
+/* Rows times stored numbers, for some vectors of outputs from `first` on. */
+TARGET INLINE void NAME(add_outputs)(const struct coded_part *part, const char *x, int64_t row, int64_t stride, int rows,
+                                     int first) {
+    const struct codes *codes = part->codes;
+    const bf16 *weight = part->numbers + first * WIDTH / LANES * TILE + first * WIDTH % LANES * 2;
+    const char *header = part->header, *ahead = part->ahead;
+    const float *totals = part->totals + row * part->groups;
+    float *sums = part->sums + row * PANEL, *of_group = part->of_group + row * PANEL;
+    int64_t left = part->steps, begun = part->begun, in_group = codes->group / DEPTH;
+    NAME(floats) s[ROWS][AT_ONCE];
+    while (left > 0) {
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < AT_ONCE; v++)
+                if (begun) memcpy(&s[r][v], of_group + r * PANEL + (first + v) * WIDTH, sizeof s[r][v]);
+                else s[r][v] = (NAME(floats)){0};
+        int64_t some = min64(left, in_group - begun);
+        for (int64_t step = 0; step < some; step++, weight += STEP, x += TILE * STAGED_BYTES(PAIRS)) {
 #pragma GCC unroll 16
-        for (int pair = 0; pair < DEPTH / 2; pair++, ahead += of_step / (DEPTH / 2)) {
-#if PAIRS
-            uint32_t both;
-            memcpy(&both, x + 2 * pair * sizeof(bf16), sizeof both);
-#else
-            const float *xs = (const float *)x + 2 * pair;
-#endif
-#pragma GCC unroll 4
-            for (int p = 0; p < PANELS; p++) {
-                if (kind >= INT8 || pair % 2 == 0) __builtin_prefetch(ahead + p * row->apart);
+            for (int pair = 0; pair < DEPTH / 2; pair++, ahead += stride) {
+                __builtin_prefetch(ahead);
 #pragma GCC unroll 2
-                for (int tile = 0; tile < 2; tile++) {
-                    const char *from = codes + p * row->apart + tile * of_tile;
-#if PAIRS
-                    s[p][tile][0] = NAME(dot_pairs)(s[p][tile][0], both, NAME(words_of)(kind, from, pair));
-#else
-                    NAME(floats) even[OF_TILE], odd[OF_TILE];
-                    NAME(floats_of)(kind, from, pair, even, odd);
-#pragma GCC unroll 2
-                    for (int v = 0; v < OF_TILE; v++) s[p][tile][v] += xs[0] * even[v];
-#pragma GCC unroll 2
-                    for (int v = 0; v < OF_TILE; v++) s[p][tile][v] += xs[1] * odd[v];
-#endif
+                for (int v = 0; v < AT_ONCE; v++) {
+                    const bf16 *from = weight + pair * LANES * 2 + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2;
+                    NAME(words) words;
+                    memcpy(&words, from, sizeof words);
+                    NAME(operand) line = NAME(line_of)(words);
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++) s[r][v] = NAME(add_pair)(s[r][v], x, r, pair, line);
                 }
             }
         }
+        left -= some, begun += some;
+        if (begun < in_group && !(left == 0 && part->is_last)) {
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < AT_ONCE; v++)
+                    memcpy(of_group + r * PANEL + (first + v) * WIDTH, &s[r][v], sizeof s[r][v]);
+            continue;
+        }
+        struct NAME(factors) by;
+        NAME(find_factors)(part, header, &by);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < AT_ONCE; v++)
+                NAME(add_scaled)(part, &by, s[r][v], totals + r * part->groups, sums + r * PANEL, first + v);
+        header += bytes_of_group(codes), totals++, begun = 0;
     }
-    for (int p = 0; p < PANELS; p++)
-        for (int tile = 0; tile < 2; tile++)
-            NAME(store_sums)(sums + p * PANEL + tile * LANES, s[p][tile], kind);
 }
 
-TARGET static void NAME(row_int4)(const char *x, const struct row_of_codes *row, float *sums) {
-    NAME(add_row)(x, row, sums, INT4);
-}
-TARGET static void NAME(row_fp4)(const char *x, const struct row_of_codes *row, float *sums) {
-    NAME(add_row)(x, row, sums, FP4);
-}
-TARGET static void NAME(row_int8)(const char *x, const struct row_of_codes *row, float *sums) {
-    NAME(add_row)(x, row, sums, INT8);
-}
-TARGET static void NAME(row_fp8)(const char *x, const struct row_of_codes *row, float *sums) {
-    NAME(add_row)(x, row, sums, FP8);
-}
-static row_adder *const NAME(rows)[] = {NAME(row_int4), NAME(row_fp4), NAME(row_int8), NAME(row_fp8)};
+/* A function for each number of rows, whose outputs are compile-time constants. */
+#define ADD_ROWS(rows)                                                                                               \
+    TARGET static void NAME(add_rows##rows)(const struct coded_part *part, const char *x, int64_t row, int64_t stride) { \
+        for (int first = 0; first < VECTORS; first += AT_ONCE)                                                       \
+            NAME(add_outputs)(part, x, row, first ? 0 : stride, rows, first);                                        \
+    }
+ADD_ROWS(1)
+ADD_ROWS(2)
+ADD_ROWS(3)
+ADD_ROWS(4)
+#if ROWS == 8
+ADD_ROWS(5)
+ADD_ROWS(6)
+ADD_ROWS(7)
+ADD_ROWS(8)
+#endif
 
+typedef void NAME(rows_adder)(const struct coded_part *part, const char *x, int64_t row, int64_t stride);
+
+static void NAME(add_numbers)(const struct coded_part *part, int64_t rows) {
+    static NAME(rows_adder) *const adders[ROWS] = {
+        NAME(add_rows1), NAME(add_rows2), NAME(add_rows3), NAME(add_rows4),
+#if ROWS == 8
+        NAME(add_rows5), NAME(add_rows6), NAME(add_rows7), NAME(add_rows8),
+#endif
+    };
+    for (int64_t row = 0; row < rows; row += ROWS)
+        adders[min64(ROWS, rows - row) - 1](part,
+                                            part->x + (row / LANES * part->all * TILE + row % LANES * DEPTH) *
+                                                          STAGED_BYTES(PAIRS),
+                                            row, row ? 0 : part->stride);
+}
+
+#if CODE_ROWS
+TARGET INLINE void NAME(lines_of)(int kind, const char *tile, int two, NAME(operand) lines[2][OF_TILE]) {
+    NAME(words) words[2][OF_TILE];
+#if !PAIRS
+    if (kind == INT8) {
+        for (int i = 0; i < 2 * OF_TILE; i++) {
+            NAME(words) both = NAME(bytes_of)(tile + (two * 2 * OF_TILE + i) * 2 * WIDTH);
+            lines[i / OF_TILE][i % OF_TILE].even =
+                __builtin_convertvector((NAME(ints))(both << 16) >> 16, NAME(floats));
+            lines[i / OF_TILE][i % OF_TILE].odd = __builtin_convertvector((NAME(ints))both >> 16, NAME(floats));
+        }
+        return;
+    }
+#endif
+    NAME(words_of)(kind, tile, two, words);
+    for (int i = 0; i < 2 * OF_TILE; i++)
+        lines[i / OF_TILE][i % OF_TILE] = NAME(line_of)(words[i / OF_TILE][i % OF_TILE]);
+}
+
+/* Rows times panels, both constants: all groups of these. */
+TARGET INLINE void NAME(add_panels)(const struct coded_part *part, int rows, int panels, int kind) {
+    const struct codes *codes = part->codes;
+    const int64_t of_step = bytes_of_codes(kind), of_tile = of_step / 2, apart = part->apart;
+    const char *header = part->header, *x = part->x, *end = header + apart;
+    int64_t left = part->steps, in_group = codes->group / DEPTH;
+    for (int64_t group = 0; left > 0; group++) {
+        NAME(floats) s[CODE_ROWS][PANELS][VECTORS];
+        for (int r = 0; r < rows; r++)
+            for (int p = 0; p < panels; p++)
+                for (int v = 0; v < VECTORS; v++) s[r][p][v] = (NAME(floats)){0};
+        const char *at = header + bytes_of_header(codes);
+        int64_t some = min64(left, in_group);
+        left -= some;
+        for (; some > 0; some--, at += of_step, x += TILE * STAGED_BYTES(PAIRS)) {
+            const char *ahead = at + part->distance;
+            if (panels > 1 && ahead >= end) ahead += (panels - 1) * apart;
+#pragma GCC unroll 8
+            for (int two = 0; two < DEPTH / 4; two++)
+#pragma GCC unroll 4
+                for (int p = 0; p < panels; p++) {
+                    for (int line = 0; line < of_step / LINE / (DEPTH / 4); line++)
+                        __builtin_prefetch(ahead + p * apart + (two * of_step / LINE / (DEPTH / 4) + line) * LINE);
+#pragma GCC unroll 2
+                    for (int tile = 0; tile < 2; tile++) {
+                        NAME(operand) lines[2][OF_TILE];
+                        NAME(lines_of)(kind, at + p * apart + tile * of_tile, two, lines);
+#pragma GCC unroll 2
+                        for (int odd = 0; odd < 2; odd++)
+#pragma GCC unroll 8
+                            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+                                for (int v = 0; v < OF_TILE; v++) {
+                                    NAME(floats) *sum = &s[r][p][tile * OF_TILE + v];
+                                    *sum = NAME(add_pair)(*sum, x, r, 2 * two + odd, lines[odd][v]);
+                                }
+                    }
+                }
+        }
+        for (int p = 0; p < panels; p++) {
+            struct NAME(factors) by;
+            NAME(find_factors)(part, header + p * apart, &by);
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < VECTORS; v++)
+                    NAME(add_scaled)(part, &by, s[r][p][v], part->totals + r * part->groups + group,
+                                     part->sums + (p * rows + r) * PANEL, v);
+        }
+        header = at;
+    }
+}
+
+#define ADD_CODES(kind)                                                                              \
+    TARGET static void NAME(add_##kind)(const struct coded_part *part, int64_t rows, int64_t panels) { \
+        if (panels == PANELS) NAME(add_panels)(part, 1, PANELS, kind);                               \
+        else if (panels == 2) NAME(add_panels)(part, 1, 2, kind);                                    \
+        else if (rows == 1) NAME(add_panels)(part, 1, 1, kind);                                      \
+        OTHER_ROWS(kind)                                                                             \
+    }
+#if CODE_ROWS == 8
+#define OTHER_ROWS(kind)                                          \
+    else if (rows == 2) NAME(add_panels)(part, 2, 1, kind);       \
+    else if (rows == 3) NAME(add_panels)(part, 3, 1, kind);       \
+    else if (rows == 4) NAME(add_panels)(part, 4, 1, kind);       \
+    else if (rows == 5) NAME(add_panels)(part, 5, 1, kind);       \
+    else if (rows == 6) NAME(add_panels)(part, 6, 1, kind);       \
+    else if (rows == 7) NAME(add_panels)(part, 7, 1, kind);       \
+    else NAME(add_panels)(part, 8, 1, kind);
+#else
+#define OTHER_ROWS(kind)
+#endif
+ADD_CODES(INT4)
+ADD_CODES(FP4)
+ADD_CODES(INT8)
+ADD_CODES(FP8)
+static codes_adder *const NAME(codes_adders)[] = {NAME(add_INT4), NAME(add_FP4), NAME(add_INT8), NAME(add_FP8)};
+#undef ADD_CODES
+#undef OTHER_ROWS
+#endif
+
+#undef VECTORS
 #undef OF_TILE
+#undef AT_ONCE
+#undef ADD_PAIR
+#undef ADD_ROWS
+#undef X_OF
 #undef NAME
 #undef TARGET
 #undef WIDTH
+#undef ROWS
+#undef CODE_ROWS
 #undef PANELS
 #undef PAIRS

@@ -45,7 +45,7 @@ int kaon_runs(int isa) {
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
     int avx512 = avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-    int pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+    int pairs = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
     switch (isa) {
     case PORTABLE: return 1;
     case WITH_AVX2: return avx2;

@@ -38,8 +38,8 @@ typedef uint16_t bf16;
 #define AVX2 __attribute__((target(AVX2_SET)))
 #define AVX_VNNI __attribute__((target(AVX2_SET ",avxvnni")))
 #define AVX512 __attribute__((target(AVX512_SET)))
-#define AVX512_BF16 __attribute__((target(AVX512_SET ",avx512bf16")))
-#define AMX __attribute__((target(AVX512_SET ",avx512bf16,amx-tile,amx-bf16,amx-int8")))
+#define AVX512_BF16 __attribute__((target(AVX512_SET ",avx512bf16,avx512vbmi")))
+#define AMX __attribute__((target(AVX512_SET ",avx512bf16,avx512vbmi,amx-tile,amx-bf16,amx-int8")))
 #else
 #define HAS_X86 0
 #endif
