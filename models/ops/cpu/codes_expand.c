@@ -46,16 +46,14 @@ struct factors {
     vector scales, zeros;
 };
 
-INLINE vector load_zeros(const struct codes *codes, const char *group, int tile) {
-    signed_bytes stored;
-    memcpy(&stored, group + PANEL * bytes_of_scale(codes->scales) + tile * LANES, sizeof stored);
-    return __builtin_convertvector(stored, vector);
-}
-
 INLINE struct factors factors_of(const struct codes *codes, const char *group, int tile) {
     int64_t size = bytes_of_scale(codes->scales);
     struct factors found = {load_scales(group + tile * LANES * size, codes->scales), {0}};
-    if (has_zeros(codes->code_kind)) found.zeros = load_zeros(codes, group, tile);
+    if (has_zeros(codes->code_kind)) {
+        signed_bytes stored;
+        memcpy(&stored, group + PANEL * size + tile * LANES, sizeof stored);
+        found.zeros = __builtin_convertvector(stored, vector);
+    }
     return found;
 }
 

@@ -60,13 +60,18 @@ struct NAME(factors) {
 TARGET INLINE void NAME(find_factors)(const struct coded_part *part, const char *header, struct NAME(factors) *by) {
     for (int tile = 0; tile < 2; tile++) {
         struct factors of = {{0}, {0}};
-#if WIDTH == 16
-        if (part->codes->scales == SCALES_FLOAT16) {
-            of.scales = (vector)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)(header + tile * LANES * 2)));
-            if (part->has_zeros) of.zeros = load_zeros(part->codes, header, tile);
-        } else
+#if WIDTH == 16 /* The compiler would convert halves by many operations, and bytes one by one. */
+        const char *from = header + tile * LANES * bytes_of_scale(part->codes->scales);
+        if (part->codes->scales == SCALES_FLOAT16)
+            of.scales = (vector)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));
+        else if (part->codes->scales == SCALES_E8M0)
+            of.scales = powers_of_two((bits)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from)));
+        else of.scales = load_scales(from, part->codes->scales);
+        if (part->has_zeros)
+            of.zeros = (vector)float_of_bytes(header + PANEL * bytes_of_scale(part->codes->scales) + tile * LANES);
+#else
+        of = factors_of(part->codes, header, tile);
 #endif
-            of = factors_of(part->codes, header, tile);
         if (part->has_zeros) of.zeros += part->bias;
         memcpy(by->scales + tile * OF_TILE, &of.scales, sizeof of.scales);
         memcpy(by->zeros + tile * OF_TILE, &of.zeros, sizeof of.zeros);
