@@ -327,7 +327,8 @@ def _yaml_data(path: Path, named_by: str) -> dict[str, Any]:
     import yaml
 
     if not path.is_file():
-        raise SettingsError(f"{named_by} is {path}, but there is no such file")
+        missing = "this is not a file" if path.exists() else "there is no such file"
+        raise SettingsError(f"{named_by} is {path}, but {missing}")
     try:
         twice = _repeated(yaml.compose(path.read_text("utf-8"), yaml.SafeLoader))
         values = YamlConfigSettingsSource(_flat_model(), yaml_file=path).yaml_data

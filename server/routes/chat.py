@@ -40,6 +40,8 @@ from server.schemas.chat import (
     ChatCompletionRequest,
     ChatLogprobs,
     CustomTool,
+    NamedCustomTool,
+    NamedFunction,
 )
 from server.schemas.generation import CompletionTokensDetails, PromptLogprobs, Usage
 from server.streaming.generation import Generation
@@ -230,7 +232,7 @@ class ChatRenderer(Renderer):
         self._echo = (request.messages[-1].text or "") if request.echo else ""
         self._answers = [_answer(new_parser()) for _ in range(request.n)]
         self._chunks.has_functions = request.functions is not None
-        self._called_by_name = not isinstance(request.tool_choice, str)
+        self._called_by_name = isinstance(request.tool_choice, NamedFunction | NamedCustomTool)
         self._custom_tools = frozenset(tool.custom.name for tool in request.tools if isinstance(tool, CustomTool))
         self._custom_calls = (
             [CustomCalls(self._custom_tools) for _ in range(request.n)] if self._custom_tools else None
@@ -312,11 +314,8 @@ class ChatRenderer(Renderer):
         return chat_logprobs(self._tokenizer, positions, as_ids=self._request.return_tokens_as_token_ids)
 
     def _with_reasoning(self, usage: Usage) -> Usage:
-        """Return `usage` with the number of reasoning tokens, if the answers are parsed."""
-        answers = [answer for answer in self._answers if answer is not None]
-        if not answers:
-            return usage
-        details = CompletionTokensDetails(sum(answer.reasoning_tokens for answer in answers))
+        """Return `usage` with the number of reasoning tokens, which is 0 if the answers are not parsed."""
+        details = CompletionTokensDetails(sum(each.reasoning_tokens for each in self._answers if each is not None))
         return msgspec.structs.replace(usage, completion_tokens_details=details)
 
 

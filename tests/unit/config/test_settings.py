@@ -170,6 +170,7 @@ def test_an_empty_file_sets_nothing(yaml_file: Path) -> None:
         (["--block-size=32"], "--block-size is not a flag; it is --kv-cache-block-size here"),
         (["--pt", "2"], "--pt is not a flag; did you mean --port?"),
         (["--config", "/nowhere.yaml"], "--config is /nowhere.yaml, but there is no such file"),
+        (["--config", "/"], "--config is /, but this is not a file"),
     ],
 )
 def test_a_bad_command_line_is_one_sentence_that_names_flag_and_value(argv: list[str], said: str) -> None:

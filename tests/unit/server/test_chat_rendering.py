@@ -148,6 +148,10 @@ def test_an_answer_of_calls_alone_has_no_content() -> None:
     assert "reasoning_content" not in message
 
 
+def test_an_answer_that_is_not_parsed_has_no_reasoning_tokens() -> None:
+    assert whole(renderer(None), ["Hi"])["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 def test_an_empty_answer_has_empty_content_and_no_calls() -> None:
     script: dict[str, list[Part]] = {}
     message = whole(renderer(script), [""])["choices"][0]["message"]
@@ -158,12 +162,19 @@ def test_an_empty_answer_has_empty_content_and_no_calls() -> None:
     assert last.choices[0].finish_reason == "stop"
 
 
+ALLOWED = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "add"}}]},
+}
+
+
 @pytest.mark.parametrize(
     ("reason", "choice", "reported"),
     [
         ("stop", "auto", "tool_calls"),
         ("stop", "required", "tool_calls"),
         ("stop", {"type": "function", "function": {"name": "add"}}, "stop"),
+        ("stop", ALLOWED, "tool_calls"),
         ("length", "auto", "length"),
     ],
 )
