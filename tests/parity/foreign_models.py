@@ -245,14 +245,13 @@ _DECODER = {
     **{f"{part}_ffn_dim": 112 for part in ("encoder", "decoder")},
 }
 
-COMPARED = [
+SERVED += [
     Foreign("Whisper", _DECODER),
     *(Foreign(stem) for stem in ("Afmoe", "AriaText", "Beam", "BioGpt", "BitNet", "Cohere2Moe", "FlexOlmo", "Flint")),
     *(Foreign(stem) for stem in ("Fuyu", "GraniteMoeSWA", "GraniteMoeShared", "GraniteSWA", "Helium", "HyperCLOVAX")),
     *(Foreign(stem) for stem in ("Jais2", "Moshi", "NanoChat", "Olmo", "Persimmon", "VaultGemma")),
     Foreign("CTRL", head="LMHeadModel"),
 ]
-"""Models of the general route of which only prompts are compared."""
 
 _OF_ITS_OWN = "computes no attention through transformers' attention interface"
 REFUSED = [

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS
-from tests.parity.foreign_models import ALSO_REFUSED, COMPARED, REFUSED, REFUSED_CONFIGS, SERVED
+from tests.parity.foreign_models import ALSO_REFUSED, REFUSED, REFUSED_CONFIGS, SERVED
 from tests.parity.variants import PARTLY_TORCH, all_variants
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
@@ -60,7 +60,6 @@ def causal_models_table() -> str:
     reasons = {foreign.architecture: reason for foreign, reason in (*REFUSED, *ALSO_REFUSED)}
     reasons |= dict(REFUSED_CONFIGS.values())
     kinds = {foreign.architecture: "the general route" for foreign in SERVED}
-    kinds |= {foreign.architecture: "the general route, only prompts compared" for foreign in COMPARED}
     kinds |= {name: f"none: {reason.replace(' of .*', '')}" for name, reason in reasons.items()}
     kinds |= dict.fromkeys((*ARCHITECTURES, *TEXT_PARTS), "Kaon's own model")
     rows: dict[str, list[str]] = {}
