@@ -3,7 +3,6 @@
 Imports torch inside `load_model`, so that the busy loop and its tests need no torch.
 """
 
-import gc
 import logging
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +13,7 @@ from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
 from engine.distributed.host_resources import HostShare
 from engine.distributed.lockstep import ReplicaLinks
+from engine.distributed.processes import without_collections
 from engine.messages import ModelInfo
 
 if TYPE_CHECKING:
@@ -94,12 +94,10 @@ def load_model(
     """
     path = resolve_checkpoint(config.model)
     ranks = None if start_ranks is None else start_ranks(path)
-    # Without collections, which would traverse what torch creates again and again: a fifth of this time.
-    gc.disable()
-    from engine.runner.build import load_rank
-    from engine.runner.start import start_runner
+    with without_collections():
+        from engine.runner.build import load_rank
+        from engine.runner.start import start_runner
 
-    gc.enable()
     phases.end("import")
     shard, lockstep_member = None if ranks is None else ranks.shard, None if links is None else links.member
     loaded, own_cpus, group, world = load_rank(config, path, shard, lockstep_member, share)
