@@ -40,8 +40,7 @@ from server.schemas.chat import (
     ChatCompletionRequest,
     ChatLogprobs,
     CustomTool,
-    NamedCustomTool,
-    NamedFunction,
+    NamedTool,
 )
 from server.schemas.generation import CompletionTokensDetails, PromptLogprobs, Usage
 from server.streaming.generation import Generation
@@ -232,7 +231,7 @@ class ChatRenderer(Renderer):
         self._echo = (request.messages[-1].text or "") if request.echo else ""
         self._answers = [_answer(new_parser()) for _ in range(request.n)]
         self._chunks.has_functions = request.functions is not None
-        self._called_by_name = isinstance(request.tool_choice, NamedFunction | NamedCustomTool)
+        self._called_by_name = isinstance(request.tool_choice, NamedTool)
         self._custom_tools = frozenset(tool.custom.name for tool in request.tools if isinstance(tool, CustomTool))
         self._custom_calls = (
             [CustomCalls(self._custom_tools) for _ in range(request.n)] if self._custom_tools else None
