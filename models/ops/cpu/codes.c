@@ -1,19 +1,20 @@
 /* y = x @ weight.T + bias with a weight of codes, see codes.h.
  *
- * Few rows are multiplied by a part of a panel right after its conversion to bfloat16, in the L1 cache. For many rows
- * the whole weight is first converted to bfloat16, if numbers are scaled, and multiplied like any other: `expand_codes`
+ * Few rows are multiplied by codes that are converted in registers, if the instruction set has such products, other rows by
+ * a part of a panel right after its conversion to bfloat16, in the L1 cache. If numbers are scaled, many rows are
+ * multiplied by the whole weight, which is first converted to bfloat16, like any other: `expand_codes`
  * and `coded_linear` make the same decision. */
 
 #include "codes.h"
 #include "vectors.h"
 
-#define UNSCALED_STEPS 4 /* as many steps, 8 KiB, that many rows are multiplied by at once where sums are scaled */
-#define ONE_ROW_PANELS 2 /* that one row is multiplied by together on a processor that reads one stream fastest */
-#define NEAR_STEPS 4  /* bytes of a panel, 8 KiB, that few rows are multiplied by at once */
-#define SIDE_STEPS 2  /* and of each of several */
-#define APART 160     /* between those: at a distance of 4 KiB loads would wait for stores to other panels */
-#define AHEAD 4096    /* bytes between the codes that are read and those that are fetched */
-#define MORE_STEPS 64 /* 128 KiB for more rows, whose sums are then read and written less often */
+#define ONE_ROW_PANELS 2 /* panels that one row is multiplied by together where a processor reads one stream fastest */
+#define NEAR_STEPS 4     /* steps of a panel, 8 KiB of numbers, that rows are multiplied by at once */
+/* Where numbers are scaled: */
+#define SIDE_STEPS 2     /* of each of several panels */
+#define MORE_STEPS 64    /* 128 KiB for more rows, whose sums are then read and written less often */
+#define APART 160        /* between panels: at a distance of 4 KiB loads would wait for stores to other panels */
+#define AHEAD 4096       /* bytes between the codes that are read and those that are fetched */
 
 /* A thread's scratch, before staged rows. */
 struct codes_bench {
@@ -153,7 +154,7 @@ static void multiply_unscaled(const struct place *at, const struct codes *codes,
         int64_t group = done / in_group;
         part.header = panels->first + group * bytes_of_group(codes), part.begun = done % in_group;
         part.x = at->staged.rows + done * TILE * at->staged.bytes, part.totals = at->totals + group;
-        part.steps = min64(UNSCALED_STEPS, steps - done), part.is_last = done + part.steps == steps;
+        part.steps = min64(NEAR_STEPS, steps - done), part.is_last = done + part.steps == steps;
         part.ahead = part.header + part.begun * bytes_of_codes(codes->code_kind) + part.distance;
         expand_steps(at->isa, codes, panels->first, done, part.steps, at->bench->near);
         at->numbers.add_numbers(&part, rows);

@@ -81,7 +81,7 @@ struct numbers {
 
 struct numbers numbers_of(enum isa isa, const struct codes *codes);
 
-/* Convert `steps` steps of a panel from `first` on to steps of bfloat16; of one group if numbers are not scaled. */
+/* Convert `steps` steps of a panel from `first` on to steps of bfloat16. */
 void expand_steps(enum isa isa, const struct codes *codes, const char *panel, int64_t first, int64_t steps, bf16 *to);
 
 /* The same as rows of outputs [steps][32][32], prefetching as many bytes from `ahead` on. For INT4 on AMX an output's

@@ -3,12 +3,6 @@
 #include "codes.h"
 #include "vectors.h"
 
-#if HAS_X86
-#include <immintrin.h>
-#elif HAS_NEON
-#include <arm_neon.h>
-#endif
-
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
 
@@ -121,10 +115,6 @@ static expander *const with_any[] = {any_int4, any_fp4, any_int8, any_fp8};
 #define CODE_ROWS 0
 #define PAIRS 0
 #include "codes_kernel.h"
-
-NEON_BF16 INLINE float32x4_t neon_bf16_dot_pairs(float32x4_t sum, uint32_t both, uint32x4_t w) {
-    return vbfdotq_f32(sum, vreinterpretq_bf16_u32(w), vreinterpretq_bf16_u32(vdupq_n_u32(both)));
-}
 
 #define NAME(x) neon_bf16_##x
 #define TARGET NEON_BF16
@@ -314,10 +304,6 @@ AVX512 INLINE bits avx512_bytes_of(const char *from) {
 /* ---- AVX-512 with bfloat16 ---- */
 
 AVX512_BF16 INLINE __m512i line_of(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
-
-AVX512_BF16 INLINE vector pairs_dot_pairs(vector sum, uint32_t both, bits words) {
-    return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)both), (__m512bh)words);
-}
 
 /* Both bytes of the number that a code's seven bits of magnitude mean. */
 #define HIGH(code) (((code) << 4) + (120 << 7)) >> 8

@@ -10,8 +10,8 @@
  *   PAIRS      whether the processor multiplies pairs of bfloat16: `dot_pairs` is then defined
  *
  * and with CODE_ROWS `words_of`, which converts two adjacent lines of a tile to bfloat16, and without PAIRS `bytes_of`,
- * which widens a line's signed bytes to 16 bits. Each group's sum begins with 0 and runs
- * over its inputs in order, for any number of rows. */
+ * which widens a line's signed bytes to 16 bits. Each group's sum begins with 0 and runs over its inputs in order, for
+ * any number of rows. */
 
 #define VECTORS (PANEL / WIDTH) /* of a panel's sums */
 #define OF_TILE (LANES / WIDTH)
@@ -269,9 +269,7 @@ static codes_adder *const NAME(codes_adders)[] = {NAME(add_INT4), NAME(add_FP4),
 #undef VECTORS
 #undef OF_TILE
 #undef AT_ONCE
-#undef ADD_PAIR
 #undef ADD_ROWS
-#undef X_OF
 #undef NAME
 #undef TARGET
 #undef WIDTH

@@ -132,39 +132,25 @@ static void NAME(multiply)(const char *staged, int64_t count, const bf16 *weight
     NAME(add_blocks)(staged, count, steps, weight, steps, ahead, NULL, sums);
 }
 
-static void NAME(add_any)(const char *staged, int64_t count, int64_t all, const struct near_panels *near,
-                          int64_t panel, float *sums) {
-    struct NAME(stream) stream = {near->ahead + panel * near->ahead_apart, near->stride * 4 / LINE};
-    for (int64_t row = 0; row < count; row += ROWS, stream.lines = 0)
-        NAME(adders)[min64(ROWS, count - row) - 1](
-            staged + (row / LANES * all * TILE + row % LANES * DEPTH) * STAGED_BYTES(PAIRS),
-            near->first + panel * near->apart, near->steps, sums + row * PANEL, &stream);
-}
-
-/* `rows` rows times `panels` panels together, both constants. Parts in the cache are added to the sums, others begin
- * with 0: those panels are prefetched a few steps ahead, and after their last ones the panels that are read next. */
-TARGET INLINE void NAME(add_side)(const char *x, const struct near_panels *side, float *sums, int rows, int panels,
-                                  int is_near) {
-    const bf16 *weight = side->first;
-    const char *soon = side->ahead;
-    int64_t apart = side->apart, steps = side->steps, soon_apart = side->ahead_apart, stride = side->stride;
+/* `rows` rows times `panels` panels together, both constants. Those are prefetched a few steps ahead, and after their last
+ * steps the panels that are read next. */
+TARGET INLINE void NAME(multiply_rows)(const char *x, const bf16 *weight, int64_t steps, float *sums, int rows,
+                                       int panels) {
+    int64_t apart = steps * STEP;
     NAME(floats) s[SIDE_ROWS][SIDE_PANELS][VECTORS];
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < panels; p++)
-            for (int v = 0; v < VECTORS; v++)
-                if (is_near) memcpy(&s[r][p][v], sums + (p * rows + r) * PANEL + v * WIDTH, sizeof s[r][p][v]);
-                else s[r][p][v] = (NAME(floats)){0};
+            for (int v = 0; v < VECTORS; v++) s[r][p][v] = (NAME(floats)){0};
     for (; steps > 0; steps--, weight += STEP, x += TILE * STAGED_BYTES(PAIRS)) {
-        if (!is_near) soon = (const char *)(weight + SIDE_AHEAD * STEP + (steps > SIDE_AHEAD ? 0 : (panels - 1) * apart));
+        const bf16 *soon = weight + SIDE_AHEAD * STEP + (steps > SIDE_AHEAD ? 0 : (panels - 1) * apart);
 #pragma GCC unroll 16
         for (int pair = 0; pair < DEPTH / 2; pair++) {
             const bf16 *line = weight + pair * LANES * 2;
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++) {
-                __builtin_prefetch(soon + p * soon_apart);
-                if (!is_near) __builtin_prefetch(soon + p * soon_apart + TILE * sizeof(bf16));
+                __builtin_prefetch(soon + p * apart + pair * LANES * 2);
+                __builtin_prefetch(soon + p * apart + pair * LANES * 2 + TILE);
             }
-            soon += stride;
 #pragma GCC unroll 2
             for (int odd = 0; odd < 2 - PAIRS; odd++)
 #pragma GCC unroll 4
@@ -198,46 +184,25 @@ TARGET INLINE void NAME(add_side)(const char *x, const struct near_panels *side,
 /* As many panels as have their sums in registers. A function for each number of rows. */
 #define FITTING(rows) (SUMS / VECTORS / (rows) > SIDE_PANELS ? SIDE_PANELS : SUMS / VECTORS / (rows))
 #define PANELS_AT_ONCE(rows) (FITTING(rows) > 1 ? FITTING(rows) : 1)
-#define ADD_SIDE(rows)                                                                                        \
-    TARGET static void NAME(add_side##rows)(const char *x, const struct near_panels *side, float *sums) {     \
-        NAME(add_side)(x, side, sums, rows, PANELS_AT_ONCE(rows), 0);                                         \
-    }                                                                                                         \
-    TARGET static void NAME(add_near##rows)(const char *x, const struct near_panels *side, float *sums) {     \
-        NAME(add_side)(x, side, sums, rows, PANELS_AT_ONCE(rows), 1);                                         \
+#define MULTIPLY_ROWS(rows)                                                                                         \
+    TARGET static void NAME(multiply_rows##rows)(const char *x, const bf16 *weight, int64_t steps, float *sums) { \
+        NAME(multiply_rows)(x, weight, steps, sums, rows, PANELS_AT_ONCE(rows));                                    \
     }
-ADD_SIDE(1)
-ADD_SIDE(2)
-ADD_SIDE(3)
-ADD_SIDE(4)
+MULTIPLY_ROWS(1)
+MULTIPLY_ROWS(2)
+MULTIPLY_ROWS(3)
+MULTIPLY_ROWS(4)
 
-typedef void NAME(side_adder)(const char *x, const struct near_panels *side, float *sums);
-
-static int64_t NAME(side_panels)(int64_t count) { return count > SIDE_ROWS ? 1 : PANELS_AT_ONCE(count); }
+typedef void NAME(rows_multiplier)(const char *x, const bf16 *weight, int64_t steps, float *sums);
 
 static int64_t NAME(multiply_side)(const char *staged, int64_t count, const bf16 *weight, int64_t panels, int64_t steps,
                                    float *sums) {
-    static NAME(side_adder) *const adders[SIDE_ROWS] = {NAME(add_side1), NAME(add_side2), NAME(add_side3),
-                                                        NAME(add_side4)};
-    int64_t at_once = NAME(side_panels)(count);
+    static NAME(rows_multiplier) *const multipliers[SIDE_ROWS] = {NAME(multiply_rows1), NAME(multiply_rows2),
+                                                                  NAME(multiply_rows3), NAME(multiply_rows4)};
+    int64_t at_once = count > SIDE_ROWS ? 1 : PANELS_AT_ONCE(count);
     if (at_once < 2 || at_once > panels) return 0;
-    const struct near_panels side = {.first = weight,
-                                     .apart = steps * STEP,
-                                     .steps = steps,
-                                     .ahead_apart = steps * STEP * (int64_t)sizeof(bf16),
-                                     .stride = LINE};
-    adders[count - 1](staged, &side, sums);
+    multipliers[count - 1](staged, weight, steps, sums);
     return at_once;
-}
-
-static void NAME(add)(const char *staged, int64_t count, int64_t all, const struct near_panels *near, float *sums) {
-    static NAME(side_adder) *const adders[SIDE_ROWS] = {NAME(add_near1), NAME(add_near2), NAME(add_near3),
-                                                        NAME(add_near4)};
-    if (near->count > 1 && near->count == NAME(side_panels)(count)) {
-        adders[count - 1](staged, near, sums);
-        return;
-    }
-    for (int64_t panel = 0; panel < near->count; panel++)
-        NAME(add_any)(staged, count, all, near, panel, sums + panel * count * PANEL);
 }
 
 static void NAME(multiply_part)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
@@ -307,12 +272,16 @@ TARGET static int64_t NAME(spin)(int64_t rounds, float *sums) {
     return rounds * CHAINS * WIDTH * (PAIRS ? 4 : 2);
 }
 
-static const struct panel_products NAME(products) = {STAGED_BYTES(PAIRS), NAME(multiply), NAME(add), NULL,
-                                                     NAME(multiply_part), NAME(round), NAME(put), NAME(spin),
-                                                     NAME(multiply_side), NAME(side_panels)};
+static const struct panel_products NAME(products) = {.staged_bytes = STAGED_BYTES(PAIRS),
+                                                     .multiply = NAME(multiply),
+                                                     .multiply_part = NAME(multiply_part),
+                                                     .round = NAME(round),
+                                                     .put = NAME(put),
+                                                     .spin = NAME(spin),
+                                                     .multiply_side = NAME(multiply_side)};
 
 #undef ADD_ROWS
-#undef ADD_SIDE
+#undef MULTIPLY_ROWS
 #undef FITTING
 #undef PANELS_AT_ONCE
 #undef VECTORS_AT_ONCE

@@ -4,12 +4,6 @@
 #include "operators.h"
 #include "vectors.h"
 
-#if HAS_X86
-#include <immintrin.h>
-#elif HAS_NEON
-#include <arm_neon.h>
-#endif
-
 #define STEP_LINES (STEP * (int)sizeof(bf16) / LINE)
 #define SIDE_PANELS 4 /* largest number that few rows are multiplied by together */
 #define SIDE_AHEAD 2  /* steps by which these are fetched ahead */
@@ -55,10 +49,6 @@ static inline void stream_line(bf16 *out, const bf16 *line) {
 #define PAIRS 0
 #include "panel_kernel.h"
 
-NEON_BF16 INLINE float32x4_t neon_bf16_dot_pairs(float32x4_t sum, uint32_t both, uint32x4_t w) {
-    return vbfdotq_f32(sum, vreinterpretq_bf16_u32(w), vreinterpretq_bf16_u32(vdupq_n_u32(both)));
-}
-
 NEON_BF16 INLINE uint16x4_t neon_bf16_narrow(float32x4_t v) { return vreinterpret_u16_bf16(vcvt_bf16_f32(v)); }
 
 #define NAME(x) neon_bf16_##x
@@ -90,10 +80,6 @@ NEON_BF16 INLINE uint16x4_t neon_bf16_narrow(float32x4_t v) { return vreinterpre
 #include "panel_kernel.h"
 
 /* ---- AVX-512 with them ---- */
-
-AVX512_BF16 INLINE __m512 pairs_dot_pairs(__m512 sum, uint32_t both, bits w) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)both), (__m512bh)w);
-}
 
 /* The line is stored as one vector, so that its next read waits for one store. */
 AVX512_BF16 INLINE void pairs_narrow_line(const float *sums, const float *bias, bf16 *line) {
@@ -427,9 +413,16 @@ AMX static int64_t spin_amx(int64_t rounds, float *sums) {
     return rounds * 4 * 2 * LANES * LANES * DEPTH;
 }
 
-static const struct panel_products amx = {sizeof(bf16), multiply_amx, add_amx, add_columns_amx,
-                                          multiply_part_amx, pairs_round, pairs_put, spin_amx,
-                                          multiply_side_amx, side_panels_amx};
+static const struct panel_products amx = {.staged_bytes = sizeof(bf16),
+                                          .multiply = multiply_amx,
+                                          .multiply_part = multiply_part_amx,
+                                          .round = pairs_round,
+                                          .put = pairs_put,
+                                          .spin = spin_amx,
+                                          .multiply_side = multiply_side_amx,
+                                          .add = add_amx,
+                                          .add_columns = add_columns_amx,
+                                          .side_panels = side_panels_amx};
 
 /* Eight tiles of lines: seven with a number of rows and one of 16, the weight's; or seven of 16 rows with a number of
  * columns. Constants, because gcc 12 assumes that the intrinsic reads only the first bytes, and would omit the stores

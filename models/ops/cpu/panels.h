@@ -42,13 +42,6 @@ struct panel_products {
     int64_t staged_bytes; /* of an input of a staged row: bfloat16, or float32 where the processor multiplies those */
     /* Sums [48][32] of up to 48 staged rows and a panel of `steps` steps, which is prefetched `ahead` bytes before. */
     void (*multiply)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead, float *sums);
-    /* The same for parts of panels, added to the sums [panel][count][32]; rows have `all` steps. Sums in parts equal
-     * those of the whole, bit for bit. */
-    void (*add)(const char *staged, int64_t count, int64_t all, const struct near_panels *near, float *sums);
-    /* Up to 16 rows, as columns [steps][16 pairs][count][2], times one or two panels, of which a step has 32 rows of 32
-     * inputs: added to sums [panel][32][16], the same as those of `add`. It prefetches nothing. NULL if `add` is as
-     * fast. */
-    void (*add_columns)(const bf16 *columns, int64_t count, const struct near_panels *near, float *sums);
     /* The same for a part of a panel that is in a cache, with rows that have `all` steps. The products are added to the
      * sums, or replace them with `is_first`; `side` is done between the steps. */
     void (*multiply_part)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
@@ -65,6 +58,13 @@ struct panel_products {
      * 0 if it computed none: more rows than it supports, or fewer panels. */
     int64_t (*multiply_side)(const char *staged, int64_t count, const bf16 *weight, int64_t panels, int64_t steps,
                              float *sums);
+    /* Of AMX, whose products by codes are those of a bfloat16 weight, see codes.h; NULL elsewhere: */
+    /* As `multiply` for parts of panels, added to the sums [panel][count][32]; rows have `all` steps. Sums in parts equal
+     * those of the whole, bit for bit. */
+    void (*add)(const char *staged, int64_t count, int64_t all, const struct near_panels *near, float *sums);
+    /* Up to 16 rows, as columns [steps][16 pairs][count][2], times one or two panels, of which a step has 32 rows of 32
+     * inputs: added to sums [panel][32][16], the same as those of `add`. It prefetches nothing. */
+    void (*add_columns)(const bf16 *columns, int64_t count, const struct near_panels *near, float *sums);
     /* Number of panels by which `add` multiplies a number of rows at once. */
     int64_t (*side_panels)(int64_t count);
 };

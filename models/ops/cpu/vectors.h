@@ -6,6 +6,12 @@
 
 #include "kaon.h"
 
+#if HAS_X86
+#include <immintrin.h>
+#elif HAS_NEON
+#include <arm_neon.h>
+#endif
+
 typedef float vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t integers __attribute__((vector_size(LANES * 4)));
 typedef uint32_t bits __attribute__((vector_size(LANES * 4)));
@@ -169,5 +175,16 @@ INLINE vector sigmoid_of(vector x) {
     integers is_shut = x < -87.0f;
     return choose(is_shut, all(0), reciprocal_of(1.0f + exp_of(-choose(is_shut, all(-87.0f), x))));
 }
+
+/* Add a pair of a row's inputs times pairs of bfloat16, one of each output: `dot_pairs` of the kernels with PAIRS. */
+#if HAS_X86
+AVX512_BF16 INLINE vector pairs_dot_pairs(vector sum, uint32_t both, bits w) {
+    return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)both), (__m512bh)w);
+}
+#elif HAS_NEON
+NEON_BF16 INLINE float32x4_t neon_bf16_dot_pairs(float32x4_t sum, uint32_t both, uint32x4_t w) {
+    return vbfdotq_f32(sum, vreinterpretq_bf16_u32(w), vreinterpretq_bf16_u32(vdupq_n_u32(both)));
+}
+#endif
 
 #endif
