@@ -7,6 +7,7 @@ ANOTHER_TRITON = (
     "TRITON_PTXAS_PATH"
 )
 """Remedy for wrong kernels."""
+_LOW_SHARE = 0.5
 _LITTLE_GIB = 2.0
 """GiB of host memory below which only the smallest models can be served."""
 _LITTLE_SHARED_MIB = 128.0
@@ -89,6 +90,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     facts: Facts
     problems: list[str]
+
+
+def slow_rates(facts: Facts) -> list[str]:
+    """Return a sentence for each measured rate that is under half of the machine's limit.
+
+    These are no problems of the installation: another program that uses the processor or the memory has this effect.
+    """
+    if facts.cpu_limits is None:
+        return []
+    read, row, matrix, product = facts.cpu_limits
+    shares = (("one row reads", row / read), ("products reach", product / matrix))
+    return [
+        f"{what} {share:.0%} of what a plain loop reaches, and {_LOW_SHARE:.0%} or more are usual: end other "
+        "programs, check the limits of the container, and run kaon doctor again"
+        for what, share in shares
+        if share < _LOW_SHARE
+    ]
 
 
 def problems(facts: Facts) -> list[str]:

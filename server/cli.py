@@ -22,7 +22,7 @@ usage: kaon serve [MODEL] [flags]   serve a checkpoint directory or hub id; with
        kaon kernels build [...]     compile a GPU's kernels for a model without the GPU
        kaon verify [MODEL] [flags]  check that answers do not depend on other requests, caching or restarts
        kaon key create|list|revoke  API keys in a file, with names, scopes, quotas and expiry
-       kaon completion SHELL        completion of commands and flags: bash, zsh, fish, tcsh
+       kaon completion SHELL        completion of commands and flags: bash, zsh, fish, tcsh, powershell
        kaon --version
 
 `kaon serve --help` and `kaon chat --help` list the flags.

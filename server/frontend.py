@@ -17,6 +17,7 @@ from engine.client.core_manager import CoreManager, EngineDeadError, WeightsErro
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
 from engine.config.release import release
+from engine.config.settings import ModelList
 from engine.distributed.processes import avoid_cpus
 from engine.messages import ModelInfo, Ready
 from engine.text.chat_template import ChatTemplate
@@ -83,9 +84,9 @@ class Shared:
         config: Config,
         num_replicas: int | Mapping[str, int] = 1,
         read_config: Callable[[], Config] | None = None,
+        models: ModelList | None = None,
     ) -> None:
-        """`num_replicas` as for `Metrics`. `read_config` reads the configuration again; None: no reload is
-        possible."""
+        """`num_replicas` as for `Metrics`. `read_config` and `models` as for `Reloader`."""
         settings = config.server_config
         aliases_for = config.model_names[0] if settings.metrics_aliases == "vllm" else None
         self.version = release()
@@ -96,7 +97,7 @@ class Shared:
         self.quotas = QuotaMeter(self.accounts)
         self.key_shares = KeyShares(self.accounts, self.metrics)
         self.jobs = Jobs(self.accounts)
-        self.reloader = Reloader(config, read_config)
+        self.reloader = Reloader(config, read_config, models)
         """Applies changed settings to the running server."""
         self.streams = ResumableStreams(
             settings.resumable_stream_bytes,

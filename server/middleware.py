@@ -38,6 +38,7 @@ _audit_log = logging.getLogger("server.audit")
 
 _ID_HEADER = HEADER.lower().encode()
 _ANTHROPIC_ID_HEADER = ANTHROPIC_HEADER.encode()
+_PROCESSING_HEADER = b"openai-processing-ms"
 _IGNORED_HEADER = IGNORED_HEADER.encode()
 _LOAD_HEADER = b"endpoint-load-metrics-format"
 """Request header of ORCA load reports: a router asks for the header `endpoint-load-metrics` in the answer."""
@@ -80,7 +81,7 @@ class RequestIdMiddleware:
         scope.setdefault("state", {}).update(request_id=request_id, facts=facts)
         token = REQUEST_ID.set(request_id)
         with collect() as ignored:
-            answer = _Answer(send, request_id, ignored, self._ignored_log, speaks_anthropic(scope))
+            answer = _Answer(send, request_id, arrival_time, ignored, self._ignored_log, speaks_anthropic(scope))
             # The inner layers change only the head of the answer, so a stream's events need not pass through them.
             scope["state"]["send_body"] = answer.send
             if trace is not None:
@@ -105,13 +106,30 @@ class RequestIdMiddleware:
 class _Answer:
     """Counts the sent bytes of an answer. `send` is a plain function: a coroutine would slow every streamed chunk."""
 
-    __slots__ = ("_headers", "_ignored", "_ignored_log", "_load_report", "_send", "bytes", "complete", "status")
+    __slots__ = (
+        "_arrival_time",
+        "_headers",
+        "_ignored",
+        "_ignored_log",
+        "_load_report",
+        "_send",
+        "bytes",
+        "complete",
+        "status",
+    )
 
     def __init__(
-        self, send: Send, request_id: str, ignored: list[str], ignored_log: IgnoredLog, speaks_anthropic: bool
+        self,
+        send: Send,
+        request_id: str,
+        arrival_time: float,
+        ignored: list[str],
+        ignored_log: IgnoredLog,
+        speaks_anthropic: bool,
     ) -> None:
         """`ignored` lists the ignored fields of the request; it is complete when the answer begins."""
         self._send = send
+        self._arrival_time = arrival_time
         self._ignored = ignored
         self._ignored_log = ignored_log
         names = (_ID_HEADER, _ANTHROPIC_ID_HEADER) if speaks_anthropic else (_ID_HEADER,)
@@ -136,7 +154,9 @@ class _Answer:
             self.complete = not message.get("more_body", False)
         elif message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), *self._headers]
+            milliseconds = (time.monotonic() - self._arrival_time) * 1000
+            processing = (_PROCESSING_HEADER, b"%d" % milliseconds)
+            message["headers"] = [*message.get("headers", ()), *self._headers, processing]
             if self._load_report is not None and message["status"] < 300 and (load := self._load_report()) is not None:
                 message["headers"].append((b"endpoint-load-metrics", load))
             if self._ignored:

@@ -143,9 +143,7 @@ class Models:
         sizes = [entry.config.parallel_config.data_parallel_size for entry in models.entries]
         is_one = len(sizes) == 1
         by_name = {entry.config.model_names[0]: size for entry, size in zip(models.entries, sizes, strict=True)}
-        self.shared = Shared(
-            models.entries[0].config if is_one else config, sizes[0] if is_one else by_name, read_config
-        )
+        self.shared = Shared(config, sizes[0] if is_one else by_name, read_config, models)
         self._budget = models.memory_bytes
         self._entries: list[_Entry] = []
         for number, (entry, core) in enumerate(zip(models.entries, cores, strict=True)):

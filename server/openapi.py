@@ -76,7 +76,11 @@ def request_schemas() -> dict[str, Any]:
     _, generated = models_json_schema(
         [(model, "validation") for model in models], ref_template=SCHEMA_REF.replace("name", "model")
     )
-    schemas: dict[str, Any] = generated["$defs"]
+    # Pydantic names equally named classes of several modules by their modules: `server__schemas__chat__CustomTool`.
+    short = re.sub(
+        r"server__schemas__(\w+?)__(\w+)", lambda name: name[1].title() + name[2], json.dumps(generated["$defs"])
+    )
+    schemas: dict[str, Any] = json.loads(short)
     for model in models:
         schema = schemas[model.__name__]
         for name, field in schema["properties"].items():

@@ -1,10 +1,11 @@
 """`Reloader`: applies changed settings to the running server, after SIGHUP or by a call."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.config.config import Config, ServerConfig
+from engine.config.settings import ModelList, read_models
 
 _log = logging.getLogger(__name__)
 
@@ -34,13 +35,14 @@ class Reloaded(NamedTuple):
 class Reloader:
     """Reads the configuration again and applies the changes. Used from the event loop's thread only."""
 
-    def __init__(self, config: Config, read: Callable[[], Config] | None) -> None:
+    def __init__(self, config: Config, read: Callable[[], Config] | None, models: ModelList | None = None) -> None:
         """`config` is the present configuration. `read` reads it again, and raises `ValueError` with a sentence if it
-        is invalid."""
+        is invalid. `models` are the models of the file that `config` names, if it names one."""
         self._config = config
+        self._models = models
         self._read = read
         self._apply: list[Callable[[ServerConfig], object]] = [_set_log_level]
-        self._more: list[Callable[[], object]] = []
+        self._more: list[Callable[[], Sequence[str]]] = []
 
     @property
     def settings(self) -> ServerConfig:
@@ -51,8 +53,9 @@ class Reloader:
         """Register `apply`, which is called with the settings when one of `RELOADED` has changed."""
         self._apply.append(apply)
 
-    def also_reload(self, reload: Callable[[], object]) -> None:
-        """Register `reload`, which is called at every reload. If it raises `ValueError`, no setting changes."""
+    def also_reload(self, reload: Callable[[], Sequence[str]]) -> None:
+        """Register `reload`, which is called at every reload and returns the settings whose files have changed. If it
+        raises `ValueError`, no setting changes."""
         self._more.append(reload)
 
     def reload(self) -> Reloaded:
@@ -64,9 +67,11 @@ class Reloader:
         if self._read is None:
             raise ValueError("this server was not started by kaon serve, and has no configuration to read again")
         new = self._read()
-        for each in self._more:
-            each()
+        models_differ = new.server_config.models is not None and read_models(new) != self._models
+        changed_files = [name for each in self._more for name in each()]
         old, differing = self._config, _differing(self._config, new)
+        if models_differ and "models" not in differing:
+            differing.append("models")
         changed = [name for name in differing if name in RELOADED]
         if changed:
             update = {name: getattr(new.server_config, name) for name in changed}
@@ -74,7 +79,7 @@ class Reloader:
             self._config = old.model_copy(update={"server_config": settings})
             for apply in self._apply:
                 apply(settings)
-        return Reloaded(changed, [name for name in differing if name not in RELOADED])
+        return Reloaded([*changed, *changed_files], [name for name in differing if name not in RELOADED])
 
     def reload_and_log(self) -> None:
         """Reload after a signal, and log which settings have changed, or why none has."""

@@ -11,7 +11,7 @@ import types
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
 
@@ -230,10 +230,23 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
             flags = [CONFIG_FLAG, *(setting.flag for setting in SETTINGS)]
             hint = instead_of(word) or nearest(word, flags, prefix="--") or "; kaon serve --help lists them"
             raise SettingsError(f"{word} is not a flag{hint}")
+        _refuse_values_with_spaces(unknown, argv)
         raise SettingsError(f"one MODEL can be served, and {word} is a second one")
     _refuse_truth_as_model(known, argv)
     # A list may be given in pieces: each may be a list itself, as everywhere else.
     return {name: ",".join(value) if isinstance(value, list) else value for name, value in vars(known).items()}
+
+
+def _refuse_values_with_spaces(unknown: Sequence[str], argv: Sequence[str]) -> None:
+    """Refuse the `b c` of `--served-model-name a b c`, as other servers' command lines have lists."""
+    word = unknown[0]
+    lists = {setting.flag for setting in SETTINGS if get_origin(setting.kind) is tuple}
+    before = list(argv[: argv.index(word)])
+    flag = next((each for each in reversed(before) if each.startswith("--")), None)
+    if flag in lists:
+        given = before[len(before) - before[::-1].index(flag) :]
+        values = ",".join([*given, *takewhile(lambda each: not each.startswith("-"), unknown)])
+        raise SettingsError(f"{word} follows the value of {flag}; write {flag} {values}, or {flag} for each value")
 
 
 def _refuse_truth_as_model(known: argparse.Namespace, argv: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import IO
 
 import msgspec
 
-from engine.doctor_report import Facts, Gpu, Report
+from engine.doctor_report import Facts, Gpu, Report, slow_rates
 from models.child_environment import code_environment
 
 _SECONDS = 900.0
@@ -93,8 +93,10 @@ def lines(report: Report) -> list[str]:
             names = ", ".join(name for name in facts.kernels_checked if name not in facts.kernel_reasons) or "none"
             found.append(f"kernels   tiles of {facts.kernels_like}; equal to torch: {names}")
         found += [f"operator  {words}" for words in facts.operators]
+    slow = [f"slow      {rate}" for rate in slow_rates(facts)]
+    found += slow
     if not report.problems:
-        return [*found, "Nothing is wrong."]
+        return [*found, "Nothing else is wrong." if slow else "Nothing is wrong."]
     return [*found, *(f"wrong     {problem}" for problem in report.problems)]
 
 

@@ -15,7 +15,8 @@ from fastapi import FastAPI
 from tqdm import tqdm
 
 from engine.client.core_manager import CoreManager, EngineDeadError
-from engine.config.settings import SettingsError, load_config
+from engine.config.paths import why_unreadable
+from engine.config.settings import load_config
 from server.app import create_app
 from server.batches.runner import BatchRunner, read_lines
 from server.batches.store import LineAt
@@ -50,7 +51,9 @@ def run(arguments: Sequence[str]) -> int:
         endpoint = _endpoint(Path(source))
         lines, errors = read_lines(Path(source), endpoint)
         done = _answered_ids(Path(target))
-    except (SettingsError, OSError, ValueError) as error:
+    except OSError as error:
+        return _complain(error, source, target, 2)
+    except ValueError as error:
         sys.stderr.write(f"kaon run-batch: {error}\n")
         return 2
     if errors:
@@ -62,11 +65,22 @@ def run(arguments: Sequence[str]) -> int:
     try:
         app = create_app(config, core, keys=ApiKeys())
         return asyncio.run(_compute(app, config.max_num_seqs, endpoint, Path(source), Path(target), pending))
-    except (EngineDeadError, OSError) as error:
+    except EngineDeadError as error:
         sys.stderr.write(f"kaon run-batch: {error}\n")
         return 1
+    except OSError as error:
+        return _complain(error, source, target, 1)
     finally:
         core.shutdown()
+
+
+def _complain(error: OSError, source: str, target: str, exit_code: int) -> int:
+    """Report which file cannot be used. A write to OUTPUT, which is open, raises an error without a name."""
+    path = Path(error.filename or target)
+    subject = {Path(source): f"INPUT is {source}", Path(target): f"OUTPUT is {target}"}.get(path, f"a file is {path}")
+    does = "written" if path == Path(target) else "read"
+    sys.stderr.write(f"kaon run-batch: {subject}, which cannot be {does}: {why_unreadable(error)}\n")
+    return exit_code
 
 
 def _endpoint(source: Path) -> str:
@@ -99,7 +113,9 @@ def _answered_ids(target: Path) -> set[str]:
 
     Raises `OSError`, and `ValueError` for a file that is no output of this command; it is not changed then.
     """
-    if not target.is_file():  # A pipe or a terminal has no earlier content.
+    if not target.exists():
+        target.touch()  # A directory that does not exist is reported before the model loads.
+    if not target.is_file() and not target.is_dir():  # A pipe or a terminal has no earlier content.
         return set()
     with target.open("rb+") as file:
         ids = set[str]()

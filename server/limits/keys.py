@@ -117,14 +117,16 @@ class ApiKeys:
                 except ValueError as error:
                     _log.warning("%s; the keys that were read before stay in force", error)
 
-    def reload(self) -> None:
-        """Read the file again. If it is broken or gone, the present keys stay, and this raises `ValueError`."""
+    def reload(self) -> list[str]:
+        """Read the file again, and return the setting's name if the keys have changed. If the file is broken or gone,
+        the present keys stay, and this raises `ValueError`."""
         if self._file is None:
-            return
+            return []
         self._stamp = _stamp(self._file)
-        self._filed = _read_keys(self._file)
+        before, self._filed = self._filed, _read_keys(self._file)
         self._num_holders = self._count_holders()
         _log.info("api_key_file was read again; it holds %d keys", len(self._filed))
+        return [] if self._filed == before else ["api_key_file"]
 
 
 def _read_keys(file: Path) -> Mapping[str, AcceptedKey]:

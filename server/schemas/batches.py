@@ -6,6 +6,7 @@ import msgspec
 from pydantic import AfterValidator, Field
 
 from server.schemas.body import Between, FewFields, RequestModel
+from server.schemas.generation import PlainName
 from server.schemas.responses import fits_metadata
 
 HOUR, DAY, MONTH = 3600, 86400, 30 * 86400
@@ -149,7 +150,7 @@ _MAX_REQUESTS = 50_000
 class MessageOfBatch(RequestModel):
     """One request of a message batch."""
 
-    custom_id: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    custom_id: PlainName
     params: dict[str, Any]
     """Body of a request to `/v1/messages`; it is validated when it is computed."""
 

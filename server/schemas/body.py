@@ -153,7 +153,9 @@ _NOUNS = {
     "dict_type": "an object",
     "float_type": "a number",
     "int_type": "an integer",
+    "int_from_float": "an integer",
     "list_type": "a list",
+    "model_attributes_type": "an object",
     "model_type": "an object",
     "string_type": "a string",
 }
@@ -342,6 +344,11 @@ def _sentence(path: str, value: Any, errors: list[ErrorDetails]) -> str:
         return f"{path} is {_shown(value)}; it may have at most {context['max_length']} items, and has {len(value)}"
     if kind == "string_too_short":
         return f"{path} is {_shown(value)}; it must have at least {context['min_length']} character"
+    if kind == "string_too_long":
+        limit = f"it may have at most {context['max_length']} characters, and has {len(value)}"
+        return f"{path} is {_shown(value)}; {limit}"
+    if kind == "greater_than_equal":
+        return f"{path} is {_shown(value)}; it must be at least {context['ge']}"
     nouns = list(dict.fromkeys(_NOUNS[each["type"]] for each in errors if each["type"] in _NOUNS))
     if nouns:
         return f"{path} is {_shown(value)}; it must be {' or '.join(nouns)}"

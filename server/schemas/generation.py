@@ -16,10 +16,15 @@ _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWX
 _MAX_NAME = 64
 
 
-def _is_schema_name(name: str) -> str:
+def _is_plain_name(name: str) -> str:
     if not (1 <= len(name) <= _MAX_NAME and _NAME_CHARACTERS.issuperset(name)):
         raise rule(f"it must be 1 to {_MAX_NAME} of the characters a-z, A-Z, 0-9, _ and -")
     return name
+
+
+PlainName: TypeAlias = Annotated[
+    str, AfterValidator(_is_plain_name), Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_-]{1,64}$"})
+]
 
 
 class TextFormat(RequestModel):
@@ -35,9 +40,7 @@ class JsonObjectFormat(RequestModel):
 
 
 class JsonSchema(RequestModel):
-    name: Annotated[
-        str, AfterValidator(_is_schema_name), Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_-]{1,64}$"})
-    ]
+    name: PlainName
     description: str | None = None
     """Accepted; changes nothing here."""
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None

@@ -258,7 +258,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "server", "run-batch", str(source), "/dev/full", "--log-level", "error"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "kaon run-batch: [Errno 28] No space left on device" in done.stderr
+    assert "kaon run-batch: OUTPUT is /dev/full, which cannot be written: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -161,6 +161,11 @@ def test_an_empty_file_sets_nothing(yaml_file: Path) -> None:
         (["--enable-prefix-caching=3"], "--enable-prefix-caching takes no value"),
         (["a", "b"], "one MODEL can be served, and b is a second one"),
         (
+            ["m", "--served-model-name", "a", "b", "c"],
+            "b follows the value of --served-model-name; write --served-model-name a,b,c, or --served-model-name for "
+            "each value",
+        ),
+        (
             ["--enable-prefix-caching", "false"],
             "--enable-prefix-caching takes no value; write --enable-prefix-caching, or --no-enable-prefix-caching "
             "to switch it off",

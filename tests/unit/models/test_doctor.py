@@ -71,6 +71,13 @@ def test_says_which_path_runs_and_its_share_of_the_machines_limits() -> None:
     assert "CPU       products 70 GFLOP/s, 70% of a plain loop's 100" in text
 
 
+def test_a_low_rate_is_named_and_is_no_problem() -> None:
+    facts = Facts(**HEALTHY, cpu_limits=(20.0, 6.0, 100.0, 50.0))
+    *_, slow, last = doctor.lines(doctor.Report(facts=facts, problems=problems(facts)))
+    assert slow.startswith("slow      one row reads 30% of what a plain loop reaches, and 50% or more are usual")
+    assert last == "Nothing else is wrong."
+
+
 @pytest.mark.parametrize(
     "facts",
     [

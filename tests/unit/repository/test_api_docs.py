@@ -1,6 +1,7 @@
 """docs/api.md and `/docs` describe each field as the request models do."""
 
 import asyncio
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,3 +107,9 @@ async def test_clients_that_wait_for_the_description_occupy_one_thread() -> None
     release.set()
     assert len(set(await asyncio.gather(*waiting))) == 1
     assert created == [True]
+
+
+def test_no_schema_has_the_name_of_a_module() -> None:
+    schemas = api_page.request_schemas()
+    assert {"ChatCustomTool", "ResponsesCustomTool"} <= set(schemas)
+    assert "server__" not in json.dumps(schemas)

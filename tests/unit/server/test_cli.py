@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import shtab
 
 import server.process
 from engine.config.config import Config, ServerConfig
@@ -45,6 +46,8 @@ def test_help_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "kaon serve" in out
     assert "kaon chat" in out
+    shells = out.partition("completion of commands and flags: ")[2].partition("\n")[0]
+    assert set(shells.split(", ")) == set(shtab.SUPPORTED_SHELLS)
 
 
 def test_an_unknown_command_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,6 +204,24 @@ def test_a_wrong_use_of_these_commands_shows_the_right_one(
 ) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"{said}usage: kaon {arguments[0]}")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "sentence"),
+    [
+        ("absent", "out", "INPUT is {0}/absent, which cannot be read: No such file or directory"),
+        (".", "out", "INPUT is {0}/., which cannot be read: Is a directory"),
+        ("in", "absent/out", "OUTPUT is {0}/absent/out, which cannot be written: No such file or directory"),
+        ("in", ".", "OUTPUT is {0}/., which cannot be written: Is a directory"),
+    ],
+)
+def test_a_batch_without_its_files_is_refused_in_a_sentence(
+    source: str, target: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = '{"model": "kaon-demo", "prompt": "a"}'
+    (tmp_path / "in").write_text(f'{{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {body}}}\n')
+    assert main(["run-batch", f"{tmp_path}/{source}", f"{tmp_path}/{target}"]) == 2
+    assert capsys.readouterr().err == f"kaon run-batch: {sentence.format(tmp_path)}\n"
 
 
 # -- completion -------------------------------------------------------------------------------------------------

@@ -337,6 +337,7 @@ def test_a_client_without_a_key_is_its_address(host: str | None, party: str) -> 
 async def test_the_clients_request_id_is_on_every_answer(path: str) -> None:
     answer = await client().get(path, headers={"X-Request-Id": "trace-7/a"})
     assert answer.headers.get_list("x-request-id") == ["trace-7/a"]
+    assert int(answer.headers["openai-processing-ms"]) >= 0
 
 
 @pytest.mark.parametrize("given", [b"", b"a b", b"x" * 129, b"caf\xe9", b"a\tb"])

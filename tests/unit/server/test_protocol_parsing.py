@@ -2,14 +2,18 @@
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from server.errors import BadRequest, BodyTooLarge
 from server.request_builder import read_body
-from server.schemas.body import parse_object, validate
+from server.schemas.batches import MessageBatchRequest
+from server.schemas.body import RequestModel, parse_object, validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.operations import UnloadAdapterRequest
+from server.schemas.responses import ResponsesRequest
+from server.schemas.tokenize import DetokenizeRequest
 
 
 @pytest.mark.parametrize(
@@ -149,3 +153,26 @@ def test_arguments_of_calls_hold_few_lists_and_objects_together() -> None:
 def test_a_name_with_a_line_break_is_refused_in_a_sentence() -> None:
     with pytest.raises(BadRequest, match=r"^lora_name has a line break or another character that cannot be shown; "):
         validate({"lora_name": "a\nb"}, UnloadAdapterRequest, allow_unknown=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "sentence"),
+    [
+        (DetokenizeRequest, {"tokens": [-5]}, "tokens[0] is -5; it must be at least 0"),
+        (ResponsesRequest, {"tools": [1]}, "tools[0] is 1; it must be an object"),
+        (ResponsesRequest, {"text": {"format": "x"}}, 'text.format is "x"; it must be an object'),
+        (
+            MessageBatchRequest,
+            {"requests": [{"custom_id": "", "params": {}}]},
+            'requests[0].custom_id is ""; it must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -',
+        ),
+        (UnloadAdapterRequest, {"lora_name": "a" * 257}, "…; it may have at most 256 characters, and has 257"),
+    ],
+)
+def test_no_refusal_has_the_words_of_the_library(
+    model: type[RequestModel], fields: dict[str, Any], sentence: str
+) -> None:
+    given = {"model": "m", "input": "a", **fields} if model is ResponsesRequest else fields
+    with pytest.raises(BadRequest) as caught:
+        validate(given, model, allow_unknown=False)
+    assert str(caught.value).endswith(sentence)

@@ -52,6 +52,7 @@ def refusal(make: Any, **fields: Any) -> BadRequest:
         ({"temperature": "1"}, "temperature", 'temperature is "1"; it must be a number'),
         ({"temperature": True}, "temperature", "temperature is true; it must be a number"),
         ({"temperature": []}, "temperature", "temperature is an empty list; it must be a number"),
+        ({"prompt_logprobs": 1.5}, "prompt_logprobs", "prompt_logprobs is 1.5; it must be an integer"),
         ({"top_p": -0.1}, "top_p", "top_p is -0.1; it must be between 0 and 1"),
         ({"repetition_penalty": 1e-9}, "repetition_penalty", "is 1e-09; it must be between 0.01 and 10"),
         ({"x" * 99: 1}, "x" * 60, f"{'x' * 60} is not a known field"),
