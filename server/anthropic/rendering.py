@@ -85,11 +85,11 @@ class ContentWriter:
         self._reasoning_tokens.add(parts, num_tokens)
         return self._take(parts)
 
-    def finish(self) -> bytes:
-        """Return the events after the last text."""
+    def finish(self, *, cut_off: bool) -> bytes:
+        """Return the events after the last text. `cut_off`: the model did not end it itself."""
         events = b""
         if self._parser is not None:
-            parts = self._parser.finish()
+            parts = self._parser.finish(cut_off=cut_off)
             self._reasoning_tokens.add(parts, 0)
             events = self._take(parts)
         return events + self._close()
@@ -240,7 +240,7 @@ class MessagesRenderer(Renderer):
         return b"".join([self._writer.push(text, num_tokens) for text, num_tokens in steps])
 
     def _finish(self, reason: str | None, stop: int | str | None) -> bytes:
-        events = self._writer.finish()
+        events = self._writer.finish(cut_off=reason == "length")
         self._answer.stop_reason = self._stop_reason(reason, stop)
         if self._answer.stop_reason == "stop_sequence" and isinstance(stop, str):
             self._answer.stop_sequence = stop

@@ -58,8 +58,12 @@ class AnswerParser(Protocol):
     def push(self, text: str) -> list[Part]:
         """Return the parts that `text` adds. Only text that may become a marker is held back."""
 
-    def finish(self) -> list[Part]:
-        """Return the parts that were held back, at the end of the text, which may be anywhere."""
+    def finish(self, *, cut_off: bool = False) -> list[Part]:
+        """Return the parts that were held back, at the end of the text, which may be anywhere.
+
+        `cut_off`: the model did not end the text itself. A call is then left out if the text ends before its name is
+        known.
+        """
 
 
 # A parser is a generator that is written as if all text were available; it yields where it needs more text.
@@ -96,12 +100,14 @@ class Feed:
     text continues where it was, and only words of bounded length are examined again.
     """
 
-    __slots__ = ("_record", "at", "ended", "text")
+    __slots__ = ("_record", "at", "cut_off", "ended", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.ended = False
+        self.cut_off = False
+        """Whether the text has ended and the model did not end it itself."""
         self._record: list[str] | None = None
 
     def add(self, text: str) -> None:
@@ -210,8 +216,9 @@ class FedParser:
         self._feed.add(text)
         return self._advance()
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut_off: bool = False) -> list[Part]:
         self._feed.ended = True
+        self._feed.cut_off = cut_off
         return self._advance()
 
     def _read(self) -> Waiting[None]:
@@ -269,8 +276,8 @@ class ChainedParsers:
     def push(self, text: str) -> list[Part]:
         return self._pass_on(self._outer.push(text))
 
-    def finish(self) -> list[Part]:
-        return [*self._pass_on(self._outer.finish()), *self._inner.finish()]
+    def finish(self, *, cut_off: bool = False) -> list[Part]:
+        return [*self._pass_on(self._outer.finish(cut_off=cut_off)), *self._inner.finish(cut_off=cut_off)]
 
     def _pass_on(self, parts: list[Part]) -> list[Part]:
         passed: list[Part] = []
@@ -291,8 +298,8 @@ class FirstCall:
     def push(self, text: str) -> list[Part]:
         return _without_later_calls(self._parser.push(text))
 
-    def finish(self) -> list[Part]:
-        return _without_later_calls(self._parser.finish())
+    def finish(self, *, cut_off: bool = False) -> list[Part]:
+        return _without_later_calls(self._parser.finish(cut_off=cut_off))
 
 
 def _without_later_calls(parts: list[Part]) -> list[Part]:
@@ -337,16 +344,16 @@ class AnswerInParts:
         """Number of reasoning tokens so far."""
         return self._reasoning_tokens.count
 
-    def push(self, steps: Iterable[tuple[str, int]], *, last: bool = False) -> list[Part]:
+    def push(self, steps: Iterable[tuple[str, int]], *, last: bool = False, cut_off: bool = False) -> list[Part]:
         """Return the parts that `steps` add. A step is a text and its number of tokens. `last` adds the held-back
-        text."""
+        text; `cut_off` says that the model did not end it itself."""
         parts: list[Part] = []
         for text, num_tokens in steps:
             brought = self._parser.push(text)
             self._reasoning_tokens.add(brought, num_tokens)
             parts += brought
         if last:
-            left = self._parser.finish()
+            left = self._parser.finish(cut_off=cut_off)
             self._reasoning_tokens.add(left, 0)
             parts += left
         for part in parts:
@@ -363,7 +370,7 @@ class AnswerInParts:
 
     def push_all(self, state: RequestState) -> None:
         """Push all output of an ended sequence step by step, so that the counts equal those of a stream."""
-        self.push(state.steps, last=True)
+        self.push(state.steps, last=True, cut_off=state.finish_reason == "length")
 
     def message(self, echo: str, custom_tools: Collection[str] = ()) -> AssistantMessage:
         """Return the complete message. Its content begins with `echo`. `custom_tools` are names of tools with free

@@ -43,6 +43,8 @@ class ToolCallParser(FedParser):
         """The newlines read last, which are dropped if a call follows."""
         self._newlines_before_call = ""
         """The newlines that preceded the last call."""
+        self._announced = False
+        """Whether a marker of calls was read."""
 
     # -- content ------------------------------------------------------------------------------------------------
 
@@ -81,6 +83,7 @@ class ToolCallParser(FedParser):
             if match is not None:
                 self._add_content(feed.take(match.start() - feed.at))
                 feed.begin_record()
+                self._announced = True
                 return feed.take(match.end() - match.start())
             free = len(feed.text) - feed.at - markers.held(feed.text, feed.at)
             if free:
@@ -103,8 +106,14 @@ class ToolCallParser(FedParser):
         self._pending_newlines.clear()
 
     def _record_is_content(self) -> None:
-        """End the record, and pass on the recorded text as content."""
-        self._add_content(self._feed.end_record())
+        """End the record, and pass on the recorded text as content, unless it is the beginning of a call that was cut
+        off."""
+        feed = self._feed
+        text = feed.end_record()
+        if self._announced and feed.cut_off and feed.at == len(feed.text):
+            self._pending_newlines.clear()
+        else:
+            self._add_content(text)
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -130,9 +139,9 @@ class ToolCallParser(FedParser):
         self._add_arguments("}" if self._has_arguments else "{}")
 
     def _read_section(
-        self, read_call: Callable[[], Waiting[bool]], call_begin: str, end: str, *, has_begun: bool
+        self, read_call: Callable[[], Waiting[bool]], call_begin: str, *ends: str, has_begun: bool
     ) -> Waiting[None]:
-        """Read the calls of a section up to its marker `end`, each by `read_call` after its marker `call_begin`.
+        """Read the calls of a section up to a marker of `ends`, each by `read_call` after the marker `call_begin`.
 
         `has_begun`: the first call's marker was read instead of the section's. `read_call` returns whether the call
         was complete.
@@ -148,11 +157,18 @@ class ToolCallParser(FedParser):
             yield from feed.skip_whitespace()
             if (yield from feed.take_marker(call_begin)):
                 continue
-            if (yield from feed.take_marker(end)):
+            if (yield from self._take_any(ends)):
                 feed.end_record()
-            elif not (yield from self._cut_off(end, call_begin)):
+            elif not (yield from self._cut_off(*ends, call_begin)):
                 self._record_is_content()
             return
+
+    def _take_any(self, markers: Sequence[str]) -> Waiting[bool]:
+        """Read one of `markers` if it follows. Returns whether it did."""
+        for marker in markers:
+            if (yield from self._feed.take_marker(marker)):
+                return True
+        return False
 
     def _stream_object(self, end_marker: str = "", before: str = "", spelled: str = "") -> Waiting[bool]:
         """Pass on the next JSON value as arguments. Returns whether it was complete.

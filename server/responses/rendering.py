@@ -306,7 +306,7 @@ class ResponseOutput:
         """Return the events after the last text. An answer without items gets an empty message."""
         events = b""
         if self._parser is not None:
-            parts = self._parser.finish()
+            parts = self._parser.finish(cut_off=status == "incomplete")
             self._reasoning_tokens.add(parts, 0)
             events = self._take(parts)
         if self._open is None and not self._closed:

@@ -257,7 +257,7 @@ class ChatRenderer(Renderer):
         answer = self._answers[index]
         if answer is None:
             return self._chunks.delta(index, delta.text, logprobs, delta.finish_reason, members, delta.stop_reason)
-        found = answer.push(delta.steps, last=delta.finished)
+        found = answer.push(delta.steps, last=delta.finished, cut_off=delta.finish_reason == "length")
         calls = self._custom_calls
         parts = found if calls is None else calls[index].read(found, last=delta.finished)
         events = self._chunks.parts(index, parts, logprobs, members)

@@ -39,7 +39,7 @@ class ScriptedParser(AnswerParser):
     def push(self, text: str) -> list[Part]:
         return next(self._script)
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut_off: bool = False) -> list[Part]:
         return self._rest
 
 

@@ -39,6 +39,8 @@ class DeepSeekParser(ToolCallParser):
             yield from feed.skip_whitespace()
             fenced = yield from feed.take_marker(FENCE_BEGIN)
             character = yield from feed.skip_whitespace()
+            if not fenced and not character:
+                name = ""
         elif not character and name == "function":
             name = ""
         if not name or character not in ("{", ""):

@@ -12,13 +12,13 @@ _BEGIN = Markers(BEGIN)
 
 
 class HermesParser(CallObjectParser):
-    """Reads an object after a marker. A second object before the end marker is a second call."""
+    """Reads an object, or a list of them, after a marker. A second object before the end marker is a second call."""
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
         while (yield from self._content_until(_BEGIN)):
-            while (yield from feed.skip_whitespace()) == "{":
-                if not (yield from self._read_call(END)):
+            while (opening := (yield from feed.skip_whitespace())) and opening in "{[":
+                if not (yield from (self._read_call(END) if opening == "{" else self._read_list(END))):
                     break
                 feed.begin_record()
                 while (yield from feed.skip_whitespace()) == "}":

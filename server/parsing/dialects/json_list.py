@@ -4,7 +4,9 @@
 by `tool_name` and its arguments `parameters`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
 
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
@@ -22,28 +24,30 @@ COMMAND = "<|START_ACTION|>", "<|END_ACTION|>"
 class JsonListParser(CallObjectParser):
     """A list after a marker; a single object without a list is read too."""
 
-    def __init__(self, use: ToolUse, begin: str, end: str) -> None:
-        self._begin = Markers(begin)
-        self._end = end
+    def __init__(self, use: ToolUse, ends: Mapping[str, str]) -> None:
+        """`ends` has the marker after a list for each marker before it; empty if there is none."""
+        self._begin = Markers(*ends)
+        self._ends = ends
         super().__init__(use)
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        while (yield from self._content_until(self._begin)):
+        while begin := (yield from self._content_until(self._begin)):
+            end = self._ends[begin]
             match (yield from feed.skip_whitespace()):
                 case "[":
                     is_whole = yield from self._read_list()
                 case "{":
-                    is_whole = yield from self._read_call(self._end)
+                    is_whole = yield from self._read_call(end)
                 case _:
                     self._record_is_content()
                     continue
-            if is_whole and self._end:
+            if is_whole and end:
                 feed.begin_record()
                 yield from feed.skip_whitespace()
-                if (yield from feed.take_marker(self._end)):
+                if (yield from feed.take_marker(end)):
                     feed.end_record()
-                elif not (yield from self._cut_off(self._end)):
+                elif not (yield from self._cut_off(end)):
                     self._record_is_content()
 
 
@@ -58,8 +62,10 @@ def _register(
     markers: tuple[str, str],
     detect: Callable[[ModelSigns], bool],
     aliases: tuple[str, ...] = (),
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Register a dialect whose objects have `name` and `arguments`."""
+    """Register a dialect whose objects have `name` and `arguments`. `others` are pairs of markers that models may
+    write instead."""
     begin, end = markers
 
     def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
@@ -68,11 +74,11 @@ def _register(
 
     TOOL_DIALECTS.register(name)(
         ToolDialect(
-            lambda use: JsonListParser(use, begin, end),
+            lambda use: JsonListParser(use, {begin: end, **others}),
             calls,
             detect,
             trigger=begin,
-            markers=tuple(filter(None, markers)),
+            markers=tuple(filter(None, (*markers, *chain(*others.items())))),
             aliases=aliases,
         )
     )
@@ -98,7 +104,7 @@ _TO_ID, _TO_NAME, _TO_PARAMETERS = '{"tool_call_id": "', '", "tool_name": "', '"
 
 TOOL_DIALECTS.register("cohere_command")(
     ToolDialect(
-        lambda use: CommandParser(use, *COMMAND),
+        lambda use: CommandParser(use, dict([COMMAND])),
         command_calls,
         detect=lambda signs: COMMAND[0] in signs.template,
         trigger=COMMAND[0],
@@ -117,7 +123,13 @@ _register(
     PHI,
     detect=lambda signs: PHI[1] in signs.template or ("<|tool|>" in signs.template and signs.has_token(PHI[1])),
 )
-_register("granite", GRANITE, detect=lambda signs: GRANITE[0] in signs.template)
+# Granite 3.1 writes `<tool_call>`, whatever its template shows.
+_register(
+    "granite",
+    GRANITE,
+    detect=lambda signs: GRANITE[0] in signs.template,
+    others={"<tool_call>": "</tool_call>"},
+)
 _register(
     "hunyuan_a13b",
     HUNYUAN,

@@ -10,10 +10,12 @@ from server.parsing.tool_calls import ToolCallParser
 from server.schemas.chat import ToolUse
 
 SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+SINGULAR_BEGIN, SINGULAR_END = "<|tool_call_section_begin|>", "<|tool_call_section_end|>"
+"""The form of Kimi-K2's report, which models write too. It is text, no token."""
 CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 ARGUMENTS = "<|tool_call_argument_begin|>"
 NAMESPACE = "functions."
-_BEGIN = Markers(SECTION_BEGIN, CALL_BEGIN)
+_BEGIN = Markers(SECTION_BEGIN, SINGULAR_BEGIN, CALL_BEGIN)
 _ID = re.compile(r"[^\s<{]*")
 _NUMBERED = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?")
 
@@ -27,7 +29,8 @@ class KimiParser(ToolCallParser):
 
     def _read(self) -> Waiting[None]:
         while begin := (yield from self._content_until(_BEGIN)):
-            yield from self._read_section(self._read_call, CALL_BEGIN, SECTION_END, has_begun=begin == CALL_BEGIN)
+            ends = SECTION_END, SINGULAR_END
+            yield from self._read_section(self._read_call, CALL_BEGIN, *ends, has_begun=begin == CALL_BEGIN)
 
     def _read_call(self) -> Waiting[bool]:
         """Read a call after its opening marker; returns whether it was complete."""
@@ -73,6 +76,6 @@ TOOL_DIALECTS.register("kimi_k2")(
         calls,
         detect=lambda signs: SECTION_BEGIN in signs.template,
         trigger=SECTION_BEGIN,
-        markers=(SECTION_BEGIN, SECTION_END, CALL_BEGIN, CALL_END, ARGUMENTS),
+        markers=(SECTION_BEGIN, SECTION_END, SINGULAR_BEGIN, SINGULAR_END, CALL_BEGIN, CALL_END, ARGUMENTS),
     )
 )

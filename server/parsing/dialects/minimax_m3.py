@@ -65,9 +65,9 @@ class MiniMaxM3Parser(ToolCallParser):
         self._held = text[end:]
         return super().push(text[:end])
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut_off: bool = False) -> list[Part]:
         self._feed.add(self._held)
-        return super().finish()
+        return super().finish(cut_off=cut_off)
 
     def _read(self) -> Waiting[None]:
         feed = self._feed

@@ -12,7 +12,7 @@ from typing import Any
 from server.parsing.grammar import Function, LarkWriter, argument_sequence, part_of
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ToolDialect
-from server.parsing.tool_calls import ToolCallParser
+from server.parsing.tool_calls import CallObjectParser, ToolCallParser
 from server.schemas.chat import ToolUse
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -105,8 +105,9 @@ class PythonicParser(ToolCallParser):
         return True
 
 
-class MarkedPythonicParser(PythonicParser):
-    """Reads calls between markers, of any function, in a list or in sequence."""
+class MarkedPythonicParser(PythonicParser, CallObjectParser):
+    """Reads calls between markers, of any function, in a list or in sequence. LFM2 writes objects in JSON where its
+    prompt asks for them."""
 
     def __init__(self, use: ToolUse, begin: str, end: str) -> None:
         self._begin = Markers(begin)
@@ -126,6 +127,11 @@ class MarkedPythonicParser(PythonicParser):
                 if self._calls > calls and (yield from feed.take_marker(self._end)):
                     feed.end_record()
                     break
+                if (yield from feed.skip_whitespace()) == "{":
+                    if not (yield from self._read_call(self._end)):
+                        break
+                    feed.begin_record()
+                    continue
                 name = yield from feed.take_word(_NAME)
                 if not name or (yield from feed.skip_whitespace()) != "(":
                     if self._calls == calls or name or not (yield from self._cut_off(self._end)):

@@ -32,7 +32,7 @@ class Form(NamedTuple):
 
 
 class QwenXmlParser(MembersParser):
-    """Values are bare text; the outer marker may be missing."""
+    """Values are bare text; the outer markers may be missing, or the opening one alone."""
 
     members_end = FUNCTION_END
     member_markers = (PARAMETER,)
@@ -57,7 +57,7 @@ class QwenXmlParser(MembersParser):
                 self._record_is_content()
                 continue
             self._begin_call(name)
-            if (yield from self._read_arguments(name)) and begin == self._form.begin:
+            if (yield from self._read_arguments(name)):
                 feed.begin_record()
                 yield from feed.skip_whitespace()
                 if (yield from feed.take_marker(self._form.end)):

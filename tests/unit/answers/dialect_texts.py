@@ -65,9 +65,9 @@ def answer_of(parts: list[Part]) -> Answer:
     return Answer(content, reasoning, calls)
 
 
-def parsed(parser: AnswerParser, *pieces: str) -> Answer:
+def parsed(parser: AnswerParser, *pieces: str, cut_off: bool = False) -> Answer:
     parts = [part for piece in pieces for part in parser.push(piece)]
-    return answer_of([*parts, *parser.finish()])
+    return answer_of([*parts, *parser.finish(cut_off=cut_off)])
 
 
 def _answer(content: str = "", *calls: tuple[str, Any]) -> Answer:
@@ -377,6 +377,21 @@ _AROUND += [
         _answer("", ("f", {"a": "it's", "b": {"k": None}})),
     ),
     Written("olmo3", f"I look.\n<function_calls>\n{_PYTHON}\n</function_calls>", _answer("I look.", _CALL)),
+    Written("lfm2", f"<|tool_call_start|>[{_OBJECT}]<|tool_call_end|>I look.", _answer("I look.", _CALL)),
+    Written("lfm2", f"<|tool_call_start|>\n[{_OBJECT}, {_OBJECT_NOW}]\n<|tool_call_end|>", _answer("", _CALL, _NOW)),
+    Written("lfm2", f"<|tool_call_start|>{_OBJECT}<|tool_call_end|>", _answer("", _CALL)),
+    Written(
+        "kimi_k2",
+        f"I look.{_K_BEGIN}{_KIMI}{_KIMI_NOW}{_K_END}".replace("tool_calls_section", "tool_call_section"),
+        _answer("I look.", _CALL, _NOW),
+    ),
+    Written("kimi_k2", f"{_K_BEGIN}{_KIMI}<|tool_call_section_end|>I look.", _answer("I look.", _CALL)),
+    Written("qwen3_coder", f"I look.\n\n{_XML.removeprefix('<tool_call>')}", _answer("I look.", _CALL)),
+    Written("qwen3_coder", f"{_XML.removeprefix('<tool_call>')}\n{_XML}\nDone.", _answer("Done.", _CALL, _CALL)),
+    Written("seed_oss", _SEED.removeprefix("<seed:tool_call>"), _answer("", _CALL)),
+    Written("granite", f"<tool_call>[{_OBJECT}, {_OBJECT_NOW}]", _answer("", _CALL, _NOW)),
+    Written("granite", f"I look.<tool_call>[{_OBJECT}]</tool_call>", _answer("I look.", _CALL)),
+    Written("hermes", f"<tool_call>[{_OBJECT}, {_OBJECT_NOW}]</tool_call>\nDone.", _answer("Done.", _CALL, _NOW)),
 ]
 
 _MENDED = [
@@ -618,6 +633,33 @@ CUT_OFF = [
     Written("harmony", "<|channel|>analysis<|message|>Hm", Answer("", "Hm", [])),
 ]
 """Texts that end within a call."""
+
+CUT_IN_NAME = [
+    (dialect, f"I look.\n{text}")
+    for dialect, text in (
+        ("hermes", "<tool_call>"),
+        ("hermes", '<tool_call>\n{"name": "get_wea'),
+        ("hermes", '<tool_call>\n{"arguments": {"city": "Pa'),
+        ("llama3_json", '<|python_tag|>{"name": "get_wea'),
+        ("mistral", '[TOOL_CALLS][{"name": "get_wea'),
+        ("mistral_args", "[TOOL_CALLS]get_wea"),
+        ("deepseek_v3", f"{_DS_BEGIN}{_DS_CALL}function{_DS_SEP}get_wea"),
+        ("deepseek_v31", f"{_DS_BEGIN}{_DS_CALL}get_wea"),
+        ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_wea'),  # noqa: RUF001
+        ("glm45", "<tool_call>get_wea"),
+        ("hy_v3", "<tool_calls>\n<tool_call>get_wea"),
+        ("qwen3_coder", "<tool_call>\n<function=get_wea"),
+        ("minimax_m2", f'{_MM_BEGIN}\n<invoke name="get_wea'),
+        ("minimax_m3", f'{_M3_BEGIN}\n{_NS}<invoke name="get_wea'),
+        ("kimi_k2", f"{_K_BEGIN}<|tool_call_begin|>functions.get_wea"),
+        ("gemma4", "<|tool_call>call:get_wea"),
+        ("cohere_command", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_wea'),
+        ("nemotron_json", '<TOOLCALL>[{"name": "get_wea'),
+        ("lfm2", "<|tool_call_start|>[get_wea"),
+        ("olmo3", "<function_calls>get_wea"),
+    )
+]
+"""Texts that end before a call's name is known."""
 
 TEXTS = [*WHOLE, *_AROUND, *_MENDED, *_NO_CALLS, *BROKEN, *CUT_OFF]
 

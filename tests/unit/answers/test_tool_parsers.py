@@ -11,6 +11,7 @@ from server.parsing.parser import AnswerParser, ArgumentsPart, TextPart, ToolCal
 from server.schemas.chat import ToolUse
 from tests.unit.answers.dialect_texts import (
     BROKEN,
+    CUT_IN_NAME,
     CUT_OFF,
     TEXTS,
     TOOLS,
@@ -52,6 +53,33 @@ def test_two_cuts_within_a_markers_length_change_nothing(written: Written) -> No
     for first in range(1, len(text) - 1, 2):
         for second in range(first + 1, min(first + LONGEST_MARKER, len(text))):
             assert parsed(parser(written.dialect), text[:first], text[first:second], text[second:]) == whole
+
+
+@pytest.mark.parametrize(("dialect", "text"), CUT_IN_NAME)
+def test_a_call_that_its_length_cuts_off_before_its_name_is_known_is_no_content(dialect: str, text: str) -> None:
+    for cut in range(len(text)):
+        answer = parsed(parser(dialect), text[:cut], text[cut:], cut_off=True)
+        assert answer == ("I look.", "", [])
+    assert parsed(parser(dialect), text).content == text
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        ("hermes", "<tool_call>what"),
+        ("hermes", "I look.\n"),
+        ("llama3_json", '{"name": "Bob", "parameters": {"a'),
+        ("pythonic", "[1, 2"),
+        ("glm45", "<tool_call>what now"),
+    ],
+)
+def test_text_that_its_length_cuts_off_is_content_if_it_is_no_call(dialect: str, text: str) -> None:
+    assert parsed(parser(dialect), *text, cut_off=True).content == text
+
+
+@pytest.mark.parametrize("written", CUT_OFF, ids=ids)
+def test_a_call_with_a_name_that_its_length_cuts_off_is_a_call(written: Written) -> None:
+    assert parsed(parser(written.dialect), *written.text, cut_off=True) == written.answer
 
 
 @pytest.mark.parametrize("written", BROKEN, ids=ids)

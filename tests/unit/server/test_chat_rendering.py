@@ -32,7 +32,7 @@ class Scripted:
     def push(self, text: str) -> list[Part]:
         return self._script.get(text, [])
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut_off: bool = False) -> list[Part]:
         return self._script.get("finish", [])
 
 
