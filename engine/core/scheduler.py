@@ -11,7 +11,7 @@ the reading of steps, the shares of owners, interposed steps, the removal of seq
 import logging
 import operator
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ DEFAULT_AGING_SECONDS = 10.0
 
 _OVER_SHARE = 1.25
 """An owner that holds more than this multiple of its fair share of slots or blocks is preempted for waiting owners."""
+_FAR_BELOW_SHARE = 0.5
+"""For an owner that holds at most this part of its fair share, any owner that holds more than its own is preempted."""
 _HOLD_BACK_SECONDS = 10.0
 """Seconds for which a preempted owner starts nothing beyond its share, so that others can use the freed room."""
 _ROOM_CHECK_SECONDS = 0.05
@@ -849,30 +851,37 @@ class Scheduler:
         return holdings.wait_with(owner)
 
     def _make_room(self, now: float) -> bool:
-        """Preempt for the sequence that could not start in the last step. False if a step must be read first.
-
-        Only an owner below its fair share is helped, and only owners far beyond theirs are preempted; for an owner
-        without a running sequence, owners anywhere beyond theirs.
-        """
+        """Preempt for the sequence that could not start in the last step. False if a step must be read first."""
         seq, self._blocked = self._blocked, None
         if seq is None or seq.status is not SequenceStatus.WAITING or now < self._next_room_check:
             return True
         if self.waiting.owners | {each.owner for each in self.running} == {seq.owner}:
             return True
+        if not self._preempt_for(seq, now):
+            self._blocked = seq
+            return False
+        self._next_room_check = now + _ROOM_CHECK_SECONDS
+        return True
+
+    def _preempt_for(self, seq: Sequence, now: float) -> bool:
+        """Preempt until a waiting sequence can start, or nothing more may be preempted for it. False if a step must be
+        read first.
+
+        Only an owner below its fair share is helped, and only owners far beyond theirs are preempted; for an owner
+        far below its share, owners anywhere beyond theirs.
+        """
         while not (self._has_slot() and self.block_manager.can_allocate(seq)):
             holdings = self._holdings()
             own = holdings[seq.owner]
             needed = max(1 / self.limits.num_rows, seq.num_blocks / len(self.block_manager.blocks))
-            victim = holdings.newest_of_largest(_OVER_SHARE if own.part else 1.0)
+            victim = holdings.newest_of_largest(_OVER_SHARE if own.in_shares > _FAR_BELOW_SHARE else 1.0)
             if victim is None or victim.owner == seq.owner or (own.part and own.part + needed > own.share):
                 break
             if self._submitted:
-                self._blocked = seq
                 return False
             self.preempt(victim)
             self._held_back[victim.owner] = now + _HOLD_BACK_SECONDS, holdings[victim.owner].share
             self._has_room = seq.owner
-        self._next_room_check = now + _ROOM_CHECK_SECONDS
         return True
 
     def _owners_to_pass_over(self) -> set[str]:
@@ -906,9 +915,12 @@ class Scheduler:
         if not self.running and len(self.waiting.owners) == 1:
             # The next step is short enough.
             return None
-        owner = self._shares.lightest(each for each in self.waiting.latest_owners if each not in self._held_back)
+        owner = self._shares.lightest(self._may_start())
         if owner is None or not self._is_light(owner) or self._is_waited_for(owner, self._blocked):
             return None
+        if paused is None and not self._submitted:
+            # At most once for each interposed step, whose number is bounded.
+            self._preempt_for(self.waiting.first_of(owner), self._clock())
         step = self.step_budget.interposed_step(self.limits.num_tokens)
         self._take_short_prompts(step, owner, paused)
         if not step.seqs:
@@ -935,6 +947,16 @@ class Scheduler:
         """Record that a step was paused but no step was interposed."""
         if self.step_budget is not None:
             self.step_budget.note_idle_pause()
+
+    def _may_start(self) -> Iterable[str]:
+        """The latest owners of waiting sequences, except those that could start nothing now because they hold their
+        share of what is used up."""
+        owners: Iterable[str] = (each for each in self.waiting.latest_owners if each not in self._held_back)
+        if self._has_slot() and self._blocked is None:
+            return owners
+        running = Counter(seq.owner for seq in self.running)
+        mean = len(self.running) / max(1, len(running.keys() | self.waiting.owners))
+        return (each for each in owners if running[each] < mean)
 
     def _is_light(self, owner: str) -> bool:
         """Whether short prompts of an owner would be interposed now. Thread-safe."""

@@ -45,7 +45,7 @@ _CHUNK_MULTIPLE = 16
 _LEAST_CHUNK = 64
 """Smallest chunk of a further prompt in a step that computes prompts."""
 
-_PAUSED_SECONDS, _PAUSED_COSTS = 0.008, 2.5
+_PAUSED_SECONDS, _PAUSED_COSTS = 0.003, 2.5
 """Least time of a step that may be paused, in seconds and in units of the fixed cost: a pause costs up to 0.5 ms,
 because the computing threads must be woken again."""
 _PAUSE_SECONDS = 0.0005

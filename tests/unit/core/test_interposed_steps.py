@@ -3,6 +3,8 @@
 The scheduler is tested on a simulated device, and the busy loop over a stub of the model.
 """
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -154,6 +156,25 @@ def test_a_short_prompt_of_an_owner_served_no_more_than_the_mean_is_added_whole_
     assert not made.interposed
 
 
+def test_steps_of_a_few_milliseconds_are_paused_for_a_light_owner() -> None:
+    """A small model's first token would otherwise wait for longer than its own step takes."""
+    made = SimulatedEngine(
+        device(0.0008, 0.00003, decode=0.00012),
+        max_interposed_tokens=512,
+        default_step_seconds=0.05,
+        max_step_seconds=None,
+    )
+    made.add(3000, 20)
+    made.run()
+    for number in range(40):
+        made.add(20, 3000, owner=f"heavy {number % 10}", at=made.now + 100)
+    made.run(lambda: made.now > 104)
+    lights = [made.add(20, 1, owner="light", at=made.now + 0.2137 * number) for number in range(20)]
+    made.run(lambda: lights[-1].is_finished)
+    assert made.num_pauses >= 15, "others arrive while a step begins"
+    assert max(map(made.ttft, lights)) <= 2 * (0.0008 + 20 * 0.00003)
+
+
 def test_a_prompt_that_was_started_proceeds_next_to_short_prompts_that_are_added_to_each_step() -> None:
     made = engine_of_ten_owners(0.0001)
     long = made.add(640, 1, owner="long", at=made.now)
@@ -232,6 +253,39 @@ def test_the_first_prompt_of_an_owner_next_to_one_that_was_alone_is_interposed()
     assert max(seconds for _, seconds in made.steps) > 20 * FIXED, "an owner that is alone has long steps"
     assert made.ttft(seq) <= 3 * (FIXED + 20 * TOKEN)
     assert [batch.req_ids for batch in made.interposed] == [[seq.id]]
+
+
+def test_a_short_prompt_waits_for_no_further_step_where_heavy_owners_hold_all_slots() -> None:
+    """The heavy owners' choices end at different times, so that some of them hold fewer slots than others and have
+    less service, and the light owner's earlier requests often still run."""
+    made = loaded_engine(max_num_seqs=32)
+    source, start = random.Random(0), made.now
+
+    def choices(number: int) -> list[Sequence]:
+        length = source.choice([30, 200, 400])
+        return [made.add(20, length, owner=f"heavy {number % 10}", at=made.now) for _ in range(4)]
+
+    heavy = [choices(number) for number in range(20)]
+    arrivals = [start + 4 + 5.0 * (number // 2) + 0.05 * number for number in range(30)]
+    lights = [made.add(20, 4, owner="light", at=at) for at in arrivals]
+    while not all(seq.is_finished for seq in lights):
+        made.step()
+        heavy = [choices(n) if all(seq.is_finished for seq in each) else each for n, each in enumerate(heavy)]
+    assert made.scheduler.stats("", 0.0).num_waiting > 20
+    # Two prompts that arrive during one step are computed after it.
+    longest = max(seconds for _, seconds in made.steps)
+    assert max(map(made.ttft, lights)) <= longest + 2 * (FIXED + 20 * TOKEN) + 1e-9
+    made.scheduler.check_integrity()
+
+
+def test_no_owner_is_preempted_for_one_that_holds_its_share() -> None:
+    made = loaded_engine(max_num_seqs=20)
+    before = made.scheduler.stats("", 0.0).preemptions
+    light = [made.add(20, 3000, owner="light", at=made.now + number) for number in range(10)]
+    made.run(lambda: made.now > light[-1].arrive_time + 5)
+    running = Counter(seq.owner for seq in made.scheduler.running)
+    assert running["light"] == 1, "20 slots of 11 owners"
+    assert made.scheduler.stats("", 0.0).preemptions - before <= 2
 
 
 def test_an_interposed_prompt_takes_no_slot_for_which_an_owner_that_is_as_light_waits() -> None:
