@@ -132,7 +132,7 @@ def read_pooling(
         or any(kind == "LogitScore" for kind, _ in modules)
     ):
         task = "classify"
-    elif modules or _encoder(name) is not None:
+    elif modules or (_encoder(name) is not None and not name.endswith("ForCausalLM")):
         task = "embed"
     else:
         return None

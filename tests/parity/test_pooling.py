@@ -412,6 +412,16 @@ def test_an_encoder_does_not_run_by_the_general_route(tmp_path: Path) -> None:
 # -- what is refused --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("architecture", ["RobertaForCausalLM", "XLMRobertaForCausalLM"])
+def test_a_language_model_over_an_encoder_is_not_pooled_unless_asked(tmp_path: Path, architecture: str) -> None:
+    """So that the start says why it cannot generate."""
+    path = encoder(tmp_path, "bert")
+    edit_json(path / "config.json", architectures=[architecture])
+    assert read_pooling(path) is None
+    with pytest.raises(CheckpointError, match=f"is {architecture}, whose prompts this release cannot pool"):
+        read_pooling(path, ("embed",))
+
+
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
