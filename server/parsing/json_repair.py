@@ -1,7 +1,8 @@
 """`JsonMender`: reads one JSON value of a model in pieces, repairs it, and passes on valid JSON.
 
 Valid JSON is passed on unchanged. Errors with only one possible meaning are repaired: Python's constants, quotes and
-escapes, raw control characters in strings, unknown escapes, trailing commas, bare keys. The tool-call dialects use it.
+escapes, raw control characters in strings, unknown escapes, trailing commas, bare keys, and apostrophes in a string
+between single quotes that a letter or digit follows. The tool-call dialects use it.
 """
 
 import json
@@ -74,9 +75,13 @@ class JsonMender:
         return at
 
     def end(self) -> None:
-        """Note the end of the text, which also ends a bare word."""
-        if not (self.done or self.failed) and self._state == self._word:
+        """Note the end of the text, which also ends a bare word, and a string after its quote."""
+        if self.done or self.failed:
+            return
+        if self._state == self._word:
             self._end_word()
+        elif self._state == self._single_quote:
+            self._end_string()
 
     def take(self) -> str:
         """Return the JSON that has become final since the last call."""
@@ -92,6 +97,8 @@ class JsonMender:
             return "".join((*self._held, "\\"))
         if self._state == self._hex:
             return "".join((*self._held, "\\", self._digits_of, *self._digits))
+        if self._state == self._single_quote:
+            return "".join((*self._held, '"'))
         return "".join((*self._held, *self._word_pieces))
 
     def closers(self) -> str:
@@ -191,14 +198,24 @@ class JsonMender:
             if at == len(text):
                 return at
         character = text[at]
-        if character == self._quote:
-            self._put('"')
-            self._end_scalar()
+        if character == self._quote == "'":
+            self._state = self._single_quote
+        elif character == self._quote:
+            self._end_string()
         elif character == "\\":
             self._state = self._escape
         else:
             self._put(json.dumps(character)[1:-1])
         return at + 1
+
+    def _single_quote(self, text: str, at: int) -> int:
+        """Read nothing: the next character says whether the quote was an apostrophe, as LFM2.5's template writes."""
+        if text[at].isalnum():
+            self._put("'")
+            self._state = self._string
+        else:
+            self._end_string()
+        return at
 
     def _escape(self, text: str, at: int) -> int:
         character = text[at]
@@ -261,6 +278,10 @@ class JsonMender:
         self._out.append(_CLOSING[self._stack.pop()])
         self._end_value()
         return at + 1
+
+    def _end_string(self) -> None:
+        self._put('"')
+        self._end_scalar()
 
     def _end_scalar(self) -> None:
         if self._is_key:

@@ -381,6 +381,11 @@ _AROUND += [
     Written("lfm2", f"<|tool_call_start|>\n[{_OBJECT}, {_OBJECT_NOW}]\n<|tool_call_end|>", _answer("", _CALL, _NOW)),
     Written("lfm2", f"<|tool_call_start|>{_OBJECT}<|tool_call_end|>", _answer("", _CALL)),
     Written(
+        "lfm2",
+        "<|tool_call_start|>[f(a='it's O'Brien's', b={'don't': ['x', 'rock'n'roll']}, c='')]<|tool_call_end|>",
+        _answer("", ("f", {"a": "it's O'Brien's", "b": {"don't": ["x", "rock'n'roll"]}, "c": ""})),
+    ),
+    Written(
         "kimi_k2",
         f"I look.{_K_BEGIN}{_KIMI}{_KIMI_NOW}{_K_END}".replace("tool_calls_section", "tool_call_section"),
         _answer("I look.", _CALL, _NOW),
