@@ -13,8 +13,8 @@ from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
 from engine.distributed.host_resources import HostShare
 from engine.distributed.lockstep import ReplicaLinks
-from engine.distributed.processes import without_collections
 from engine.messages import ModelInfo
+from models.torch_import import importing_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -94,7 +94,7 @@ def load_model(
     """
     path = resolve_checkpoint(config.model)
     ranks = None if start_ranks is None else start_ranks(path)
-    with without_collections():
+    with importing_torch():
         from engine.runner.build import load_rank
         from engine.runner.start import start_runner
 

@@ -7,7 +7,6 @@ for any reason. Imports no torch.
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import os
 import shutil
 import signal
@@ -39,16 +38,6 @@ def starting_child() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Import torch in this context. Collections would visit what it creates again and again, a fifth of the time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def begin_child() -> socket.socket:

@@ -19,12 +19,7 @@ import msgspec
 
 from engine.config.config import Config
 from engine.distributed.logs import configure_logging
-from engine.distributed.processes import (
-    begin_child,
-    end_with_parent_even_if_stuck,
-    name_process,
-    without_collections,
-)
+from engine.distributed.processes import begin_child, end_with_parent_even_if_stuck, name_process
 from engine.distributed.rank_link import (
     MAX_BYTES,
     Allocate,
@@ -40,6 +35,7 @@ from engine.distributed.rank_link import (
 )
 from engine.distributed.rank_steps import ABORTED, AdapterMessage, decode_message
 from engine.distributed.step_transport import open_steps
+from models.torch_import import importing_torch
 
 if TYPE_CHECKING:
     from engine.runner.model_runner import ModelRunner
@@ -73,7 +69,7 @@ def main() -> int:
 
 def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
     steps = open_steps(launch.steps, launch.shard.rank, launch.shard.size)
-    with without_collections():
+    with importing_torch():
         from engine.runner.build import load_rank
         from engine.runner.memory_sizing import KVCacheSize
         from engine.runner.start import start_runner

@@ -22,6 +22,7 @@ from models.layers.moe import FusedMoE
 from models.layers.norm import RMSNorm
 from models.layers.short_conv import ShortConv
 from models.ops.stored_weight import stored_of
+from models.torch_import import load_meta_kernels
 
 DEFAULT_BACKEND: str | Callable[..., Any] = "inductor"
 """Name of a torch.compile backend, or a callable backend."""
@@ -35,6 +36,7 @@ def compile_layers(model: CausalLM, backend: str | Callable[..., Any] | None = N
     One step of one token and one step of several tokens trigger all compilations. `backend`: None for
     `DEFAULT_BACKEND`.
     """
+    load_meta_kernels()
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(_MAX_LAYER_KINDS, torch._dynamo.config.recompile_limit)

@@ -42,6 +42,7 @@ from models.loading.transformers_states import RecurrentStates, context_of_part
 from models.ops.types import KVCacheTensor, LayerCache, StateCache, VectorCache
 from models.quantization.config import QuantizationConfig
 from models.quantization.dequantize import Dequantizer
+from models.torch_import import load_meta_kernels
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ def load_transformers_model(
 
     Raises `CheckpointError` if transformers cannot load it, or if it computes other logits over paged caches.
     """
+    load_meta_kernels()  # transformers creates models on the device `meta`, and may compile functions.
     (transformers_logging.enable_progress_bar if progress else transformers_logging.disable_progress_bar)()
     try:
         try:
