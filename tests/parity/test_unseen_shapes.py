@@ -134,7 +134,8 @@ def draw(variant: Variant, seed: int) -> dict[str, Any]:
     for name in _BY_LAYER:
         if name in given and isinstance(given[name], list):
             count = found.get("num_hidden_layers", given.get("num_hidden_layers", len(given[name])))
-            found[name] = (given[name] * count)[:count]
+            in_turn = (given[name] * count)[:count]
+            found[name] = in_turn if chance.random() < 0.5 else chance.choices(given[name], k=count)
     return found
 
 
