@@ -121,6 +121,9 @@ VARIANTS = [
 ]
 
 
+_COMPUTED = {each.architecture for each in VARIANTS}
+
+
 def _fields(variant: Variant) -> dict[str, Any]:
     fields = {**variant.overrides, **_SIZES.get(variant.architecture, {})}
     if variant.architecture == "Phi3ForCausalLM":
@@ -217,7 +220,8 @@ def test_tokens_are_the_same_alone_and_in_company(variant: Variant, checkpoint: 
 
 
 @needs_operators
-@pytest.mark.parametrize("name", ARCHITECTURES)
+# The other architectures' variants assert this while they compute tokens, in the test above.
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name in DERIVED or name not in _COMPUTED])
 def test_a_step_is_one_call_where_docs_say_so(name: str, tmp_path: Path) -> None:
     first = next(each for each in all_variants() if each.architecture == name)
     path = make_checkpoint(tmp_path, first.family, dtype=torch.bfloat16, **_fields(first))
