@@ -107,16 +107,28 @@ async def accept(http: Request, model: type[Accepted]) -> AsyncIterator[tuple[Ac
     """
     models, owner = Models.of(http.app), owner_of(http.scope)
     with counted_refusals(models.shared.metrics):
-        request = await read_request(http, model, models.config.server_config)
-        async with while_connected(http), models.use(request.model, owner) as frontend:
+        async with (
+            reading(http, model, models.config.server_config) as request,
+            while_connected(http),
+            models.use(request.model, owner) as frontend,
+        ):
             if not isinstance(request, PoolingFields):
                 frontend.check_generates()
             facts_of(http.scope).model = request.model
             yield request, frontend, owner
+            request.drop_input()
 
 
 async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:
     """Read and validate the body. Raises `BadRequest`, `BodyTooLarge`, `UnsupportedMediaType`, `TooManyJobs`."""
+    async with reading(request, model, limits) as read:
+        return read
+
+
+@asynccontextmanager
+async def reading(request: Request, model: type[Model], limits: ServerConfig) -> AsyncIterator[Model]:
+    """As `read_request`, for a request that is used only within the context: few that hold many objects exist at a
+    time."""
     _check_media_type(request)
     _check_encoding(request.headers.get("content-encoding"))
     models = Models.of(request.app)
@@ -127,8 +139,11 @@ async def read_request(request: Request, model: type[Model], limits: ServerConfi
         return validate(parse_object(body, max_bytes), model, allow_unknown=limits.allow_unknown_fields)
 
     if len(body) <= _QUICKLY_PARSED_BYTES:
-        return parse()
-    return await models.shared.jobs.of(owner_of(request.scope)).body(parse)
+        yield parse()
+        return
+    jobs = models.shared.jobs.of(owner_of(request.scope))
+    async with jobs.objects(body):
+        yield await jobs.body(parse)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -7,7 +7,7 @@ and ends. A refused request gets a 429 with the predicted time in `Retry-After`.
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Self
 
@@ -295,7 +295,7 @@ class Admission:
         self.precheck(owner, 1)
         self._num_waits += 1
         id = -self._num_waits
-        self.queue(id, 1, owner.party)
+        self.queue({id: 1}, owner.party)
         try:
             yield
         finally:
@@ -325,14 +325,14 @@ class Admission:
 
     # -- sequences ----------------------------------------------------------------------------------------------
 
-    def queue(self, request_id: int, prompt_tokens: int, party: str) -> None:
-        """Note that a sequence of an admitted request was submitted to the engine."""
+    def queue(self, prompt_tokens: Mapping[int, int], party: str) -> None:
+        """Note that the sequences of an admitted request, by their ids, were submitted to the engine."""
         if not self._queued:
             self._forecast.start_busy(self._clock())
-        self._queued[request_id] = party, prompt_tokens
+        self._queued.update((id, (party, tokens)) for id, tokens in prompt_tokens.items())
         for accounts in (self._queue, self.accounts):
-            accounts.change(party, "queued_sequences", 1)
-            accounts.change(party, "queued_tokens", prompt_tokens)
+            accounts.change(party, "queued_sequences", len(prompt_tokens))
+            accounts.change(party, "queued_tokens", sum(prompt_tokens.values()))
 
     def first_output(self, request_id: int) -> None:
         """Note that the first output of a sequence was received."""

@@ -11,8 +11,9 @@ import math
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,6 +41,9 @@ Later jobs do not: with more busy owners than this, the pool's time would run ah
 wait for as long as they have been busy."""
 
 _LONGEST_REST_SECONDS = 0.1
+
+MANY_OBJECTS = 512
+"""Lists and objects of a body, beyond which few such bodies are parsed and prepared at a time."""
 
 _MAX_DEBTS = 4096
 
@@ -121,6 +125,28 @@ class FairPool:
         If the caller is cancelled while the work waits, the work never runs. Work that runs keeps its thread until its
         end; a cancelled caller waits for that if `stays`.
         """
+        queue = await self._take_turn(owner)
+        began, is_first = time.monotonic(), queue.is_new
+        running = asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, work)
+        running.add_done_callback(lambda done: self._end(owner, queue, time.monotonic() - began, done, is_first))
+        return await (until_done(running) if stays else asyncio.shield(running))
+
+    @asynccontextmanager
+    async def slot(self, owner: Owner) -> AsyncIterator[None]:
+        """Hold the slot of a thread during the block, which runs in the caller's task. Raises `TooManyJobs`."""
+        queue = await self._take_turn(owner)
+        began, is_first = time.monotonic(), queue.is_new
+        try:
+            yield
+        finally:
+            self._end(owner, queue, time.monotonic() - began, is_first=is_first)
+
+    def close(self) -> None:
+        """Let each thread end when its job is done."""
+        self._threads.shutdown(wait=False)
+
+    async def _take_turn(self, owner: Owner) -> _OwnerQueue:
+        """Wait until the owner may use a thread, which `_end` frees. Returns the owner's queue."""
         queue = self._queue(owner.party)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue.waiting.append(turn)
@@ -138,14 +164,7 @@ class FairPool:
             else:
                 self._end(owner, queue, 0.0)
             raise
-        began, is_first = time.monotonic(), queue.is_new
-        running = asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, work)
-        running.add_done_callback(lambda done: self._end(owner, queue, time.monotonic() - began, done, is_first))
-        return await (until_done(running) if stays else asyncio.shield(running))
-
-    def close(self) -> None:
-        """Let each thread end when its job is done."""
-        self._threads.shutdown(wait=False)
+        return queue
 
     def _queue(self, party: str) -> _OwnerQueue:
         """Return the queue of an owner that submits a job. Raises `TooManyJobs` if no further job of it may wait."""
@@ -236,6 +255,12 @@ class OwnerJobs(NamedTuple):
         """Parse and validate a large request body."""
         return await self.pools.bodies.run(self.owner, work)
 
+    def objects(self, body: bytes) -> AbstractAsyncContextManager[None]:
+        """Return a context for the time in which the objects of a body exist. Few bodies of many objects may at a
+        time."""
+        many = body.count(b"{") + body.count(b"[") > MANY_OBJECTS
+        return self.pools.objects.slot(self.owner) if many else nullcontext()
+
     async def text(self, work: Callable[[], Result], *, is_large: bool = False) -> Result:
         """Render, tokenise or write text. `is_large`: whether it computes in Python for long, as for very many
         messages."""
@@ -257,6 +282,8 @@ class Jobs:
         # One thread: more are not faster, since parsing holds the interpreter lock, and each delays the event loop. It
         # rests because it holds the lock for up to 50 ms at a time, and a probe needs the lock several times.
         self.bodies = FairPool("request bodies", 1, 64, accounts, rest=1.0)
+        # Only its slots are used. Full garbage collections hold the interpreter lock for 0.4 microseconds per object.
+        self.objects = FairPool("request bodies of many objects", 4, 64, accounts)
         self.texts = FairPool("prompts", min(32, (os.cpu_count() or 1) + 2), 512, accounts)
         # Few threads, since Python in each delays the event loop; more on large machines, since tokenising does not.
         self.large_texts = FairPool("prompts of many messages", max(1, (os.cpu_count() or 1) // 8), 512, accounts)
@@ -272,7 +299,8 @@ class Jobs:
 
     def close(self) -> None:
         """Let each thread end when its job is done."""
-        for pool in (self.bodies, self.texts, self.large_texts, self.templates, self.grammars, self.batches):
+        pools = (self.bodies, self.objects, self.texts, self.large_texts, self.templates, self.grammars, self.batches)
+        for pool in pools:
             pool.close()
 
 

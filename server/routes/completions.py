@@ -1,14 +1,14 @@
 """`POST /v1/completions`: the route, the preparation of its prompts, the renderer of its answers and their chunks."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 from fastapi import Request, Response
 
 from engine.messages import TokenLogprobs
-from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, InvalidRequest
+from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, InvalidRequest, NewSequence
 from engine.text.request_state import RequestDelta, RequestState
 from engine.text.tokenizer import Tokenizer
 from server.endpoints import ENDPOINTS, EndpointFamily
@@ -25,7 +25,7 @@ from server.request_builder import (
 )
 from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Prompt
 from server.schemas.generation import PromptLogprobs, Usage
-from server.streaming.generation import Generation
+from server.streaming.generation import MANY_SEQUENCES, Generation
 from server.streaming.logprobs import CompletionLogprobsWriter, prompt_logprobs
 from server.streaming.sse import ChunkWriter, Renderer, answer_head, encode, ending
 
@@ -177,13 +177,25 @@ _LONG_CHARACTERS = 4096
 
 
 async def prepare_prompts(
-    request: CompletionRequest, processor: InputOutputProcessor, jobs: OwnerJobs
-) -> list[tuple[CheckedPrompt, PromptEcho]]:
-    """Tokenise and check the prompts. Raises `InvalidRequest`, `BadRequest` and `Overloaded`."""
+    request: CompletionRequest,
+    processor: InputOutputProcessor,
+    jobs: OwnerJobs,
+    new: Callable[[CheckedPrompt], list[NewSequence]],
+) -> tuple[list[NewSequence], list[PromptEcho]]:
+    """Tokenise and check the prompts, and create their sequences by `new`; in a thread if they are long or many.
+
+    Raises `InvalidRequest`, `BadRequest` and `Overloaded`.
+    """
+
+    def prepare() -> tuple[list[NewSequence], list[PromptEcho]]:
+        prompts = _check_prompts(request, processor)
+        return [each for prompt, _ in prompts for each in new(prompt)], [echo for _, echo in prompts]
+
     num_characters = sum(map(len, (*request.prompt, request.suffix or "", *request.bad_words)))
-    if num_characters > _LONG_CHARACTERS:
-        return await jobs.text(lambda: _check_prompts(request, processor))
-    return _check_prompts(request, processor)
+    num_sequences = len(request.prompt) * request.num_choices
+    if num_characters > _LONG_CHARACTERS or num_sequences > MANY_SEQUENCES:
+        return await jobs.text(prepare, is_large=num_sequences > MANY_SEQUENCES)
+    return prepare()
 
 
 def _check_prompts(
@@ -269,15 +281,13 @@ async def create_completion(http: Request) -> Response:
         frontend.admission.precheck(owner, len(request.prompt) * request.num_choices)
         model = frontend.loaded
         grammar = await compile_response_grammar(request, frontend, owner)
-        prompts = await prepare_prompts(request, model.processor, frontend.jobs.of(owner))
-        sequences = [
-            sequence
-            for prompt, _ in prompts
-            for sequence in new_sequences(
+
+        def new(prompt: CheckedPrompt) -> list[NewSequence]:
+            return new_sequences(
                 request, prompt, grammar, frontend, owner, arrival_time, num_choices=request.num_choices
             )
-        ]
-        echoes = [echo for _, echo in prompts]
+
+        sequences, echoes = await prepare_prompts(request, model.processor, frontend.jobs.of(owner), new)
         renderer = CompletionRenderer(request, model.processor.tokenizer, frontend.fingerprint, echoes)
         generation = Generation(
             frontend.hub,

@@ -16,7 +16,7 @@ from server.endpoints import ENDPOINTS, EndpointFamily, query_integer, query_par
 from server.errors import AnthropicError, BadRequest
 from server.frontend import owner_of
 from server.models import Models
-from server.request_builder import read_request
+from server.request_builder import reading
 from server.routes.batches import runner_of
 from server.schemas.batches import (
     BATCH_ENDED,
@@ -53,14 +53,14 @@ _LIST_PARAMETERS = [
 async def create_message_batch(http: Request) -> Response:
     """Answer many messages, at low priority."""
     runner, owner = runner_of(http), owner_of(http.scope)
-    request = await read_request(http, MessageBatchRequest, Models.of(http.app).config.server_config)
-    seen: set[str] = set()
-    for index, each in enumerate(request.requests):
-        if each.custom_id in seen:
-            raise BadRequest(f"requests[{index}].custom_id is {each.custom_id!r}, as in an earlier request")
-        seen.add(each.custom_id)
-    with disk_errors("the batch cannot be kept"):
-        batch = await asyncio.to_thread(_add, runner.store, request, owner.key or "", owner.party)
+    async with reading(http, MessageBatchRequest, Models.of(http.app).config.server_config) as request:
+        seen: set[str] = set()
+        for index, each in enumerate(request.requests):
+            if each.custom_id in seen:
+                raise BadRequest(f"requests[{index}].custom_id is {each.custom_id!r}, as in an earlier request")
+            seen.add(each.custom_id)
+        with disk_errors("the batch cannot be kept"):
+            batch = await asyncio.to_thread(_add, runner.store, request, owner.key or "", owner.party)
     runner.run(Batch(batch, owner.key or "", owner.party))
     return as_json(_message_batch(batch, runner.store, owner.key or "", http))
 

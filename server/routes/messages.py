@@ -11,7 +11,7 @@ from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import AnthropicError, BadRequest
 from server.frontend import owner_of
 from server.models import Models
-from server.request_builder import accept, new_sequences, read_request
+from server.request_builder import accept, new_sequences, reading
 from server.schemas.body import as_json
 from server.schemas.messages import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from server.streaming.generation import Generation, while_connected
@@ -43,6 +43,7 @@ async def create_message(http: Request) -> Response:
             arrival_time,
             visible_token_ids=prepared.visible_token_ids,
         )
+        chat.drop_input()
         prompt, config = prepared.prompt, frontend.config
         reports_created = config.enable_prefix_caching and wants_cache(request)
         renderer = MessagesRenderer(
@@ -69,9 +70,12 @@ async def count_message_tokens(http: Request) -> Response:
     """Count the tokens of a message's prompt."""
     _check_version(http)
     models, owner = Models.of(http.app), owner_of(http.scope)
-    request = await read_request(http, CountTokensRequest, models.config.server_config)
     opener = models.shared.seal.opener(owner.key)
-    async with while_connected(http), models.use(request.model, owner) as frontend:
+    async with (
+        reading(http, CountTokensRequest, models.config.server_config) as request,
+        while_connected(http),
+        models.use(request.model, owner) as frontend,
+    ):
         return as_json(TokenCount(await count_tokens(request, frontend, owner, opener)))
 
 

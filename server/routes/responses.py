@@ -11,7 +11,7 @@ from server.errors import ApiError, BadRequest
 from server.frontend import Frontend, owner_of
 from server.limits.owners import Owner
 from server.models import Models
-from server.request_builder import PreparedChat, accept, new_sequences, read_request
+from server.request_builder import PreparedChat, accept, new_sequences, reading
 from server.responses.conversion import prepare, retained_messages
 from server.responses.rendering import CompactionRenderer, ResponsesRenderer, failed_stream
 from server.responses.service import ResponsesService
@@ -162,10 +162,10 @@ async def _prepare_answer(
 async def count_input_tokens(http: Request) -> Response:
     """Count the tokens of a response's prompt."""
     models, owner = Models.of(http.app), owner_of(http.scope)
-    request = await read_request(http, InputTokensRequest, models.config.server_config)
-    request.model = request.model or models.names[0]
-    async with while_connected(http), models.use(request.model, owner) as frontend:
-        _, _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner)
+    async with reading(http, InputTokensRequest, models.config.server_config) as request:
+        request.model = request.model or models.names[0]
+        async with while_connected(http), models.use(request.model, owner) as frontend:
+            _, _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner)
     return as_json(InputTokens(len(chat.prompt.token_ids)))
 
 

@@ -10,7 +10,7 @@ from server.error_answers import refusal
 from server.frontend import Frontend, owner_of
 from server.limits.jobs import OwnerJobs
 from server.models import Models
-from server.request_builder import in_thread, read_request, render_prompt
+from server.request_builder import in_thread, read_request, reading, render_prompt
 from server.schemas.body import as_json, validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
@@ -28,8 +28,11 @@ endpoints = ENDPOINTS.register("tokenize")(EndpointFamily())
 async def tokenize(http: Request) -> Response:
     """Return the token ids of a text or a chat."""
     models = Models.of(http.app)
-    request = await read_request(http, TokenizeRequest, models.config.server_config)
-    async with while_connected(http), models.use(request.model, owner_of(http.scope)) as frontend:
+    async with (
+        reading(http, TokenizeRequest, models.config.server_config) as request,
+        while_connected(http),
+        models.use(request.model, owner_of(http.scope)) as frontend,
+    ):
         return as_json(await in_thread(_jobs(http), request.chat_template, lambda: _tokenize(request, frontend)))
 
 

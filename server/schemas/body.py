@@ -50,6 +50,14 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
     object_path: ClassVar[ObjectPath | None] = None
     """Path of these objects, if they may have fields of `server.schemas.tolerated`."""
+    input_field: ClassVar[str | None] = None
+    """Name of the list that holds most objects of a request, such as its messages."""
+
+    def drop_input(self) -> None:
+        """Empty the list `input_field`, once the prompt has been made: each full garbage collection visits its
+        objects."""
+        if self.input_field is not None:
+            getattr(self, self.input_field).clear()
 
     @model_validator(mode="before")
     @classmethod

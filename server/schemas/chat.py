@@ -526,6 +526,8 @@ class Thinking(RequestModel):
 class ChatCompletionRequest(SamplingFields):
     """Body of `POST /v1/chat/completions`."""
 
+    input_field = "messages"
+
     messages: Annotated[Items[Message], Field(min_length=1)]
     """The chat so far, oldest first."""
 

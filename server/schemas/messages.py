@@ -392,6 +392,8 @@ def _no_mcp_servers(value: list[Any]) -> list[Any]:
 class CountTokensRequest(ModelRequest):
     """Body of `POST /v1/messages/count_tokens`: the fields of a message request that determine its prompt."""
 
+    input_field = "messages"
+
     messages: Annotated[Items[MessageParam], Field(min_length=1)]
     """The conversation so far, oldest first. A last message with the role assistant is continued."""
 

@@ -756,6 +756,8 @@ def fits_metadata(value: dict[str, str]) -> dict[str, str]:
 class ResponsesRequest(SamplingFields):
     """Body of `POST /v1/responses`."""
 
+    input_field = "input"
+
     input: Input
     """What the model answers."""
 

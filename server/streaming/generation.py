@@ -36,6 +36,10 @@ _MANY_LOGPROBS = 4096
 """An answer with more log probabilities is rendered in a thread, so that other streams continue meanwhile."""
 
 
+MANY_SEQUENCES = 64
+"""More sequences of a request are created, and their answer is rendered, in a thread: 2048 take 20 ms each."""
+
+
 class Generation:
     """The sequences of one request: choice `i` of prompt `p` is number `p * n + i`."""
 
@@ -65,7 +69,7 @@ class Generation:
                 f"each choice; a request may ask for at most {MAX_PROMPT_LOGPROBS}",
                 param="logprobs",
             )
-        self._renders_in_thread = num_logprobs > _MANY_LOGPROBS
+        self._renders_in_thread = num_logprobs > _MANY_LOGPROBS or len(sequences) > MANY_SEQUENCES
         self._hub = hub
         self._settings = config.server_config
         self._sequences = sequences

@@ -99,9 +99,10 @@ class Hub:
         except EngineDeadError as error:
             self.metrics.rejected("engine", len(sequences))
             raise EngineError(str(error)) from error
-        for index, ((_, state), tokens, name) in enumerate(zip(sequences, queued_tokens, names, strict=True)):
+        for index, ((_, state), name) in enumerate(zip(sequences, names, strict=True)):
             self._live[state.request_id] = _Live(state, consumer, index, name, tally)
-            self.admission.queue(state.request_id, tokens, tally.owner.party)
+        ids = [request.request_id for request in requests]
+        self.admission.queue(dict(zip(ids, queued_tokens, strict=True)), tally.owner.party)
         self._count(tally, len(sequences))
 
     def cancel(self, states: Sequence[RequestState], reason: str = "abort") -> bool:

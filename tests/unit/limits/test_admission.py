@@ -35,8 +35,7 @@ class Door:
         self.admission.admit(Owner(owner), prompt_tokens)
         ids = list(range(self._next, self._next + len(prompt_tokens)))
         self._next += len(ids)
-        for id, tokens in zip(ids, prompt_tokens, strict=True):
-            self.admission.queue(id, tokens, owner)
+        self.admission.queue(dict(zip(ids, prompt_tokens, strict=True)), owner)
         return ids
 
     def refused(self, *prompt_tokens: int, owner: str = "local") -> Overloaded:

@@ -1,8 +1,13 @@
 """An endpoint family of another package: after one registration it is served, described, and counted by the
 metrics."""
 
+import asyncio
+import contextlib
+import json
 import logging
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -12,9 +17,15 @@ from engine.config.config import Config
 from server import request_builder
 from server.app import create_app
 from server.endpoints import ENDPOINTS, EndpointFamily, all_endpoints
-from server.request_builder import read_request
+from server.limits.jobs import MANY_OBJECTS
+from server.limits.owners import Owner
+from server.models import Models
+from server.request_builder import accept, read_request, reading
 from server.schemas.body import RequestModel, as_json, parse_object
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.messages import MessagesRequest
 from server.schemas.models import Version
+from server.schemas.responses import ResponsesRequest
 
 
 class EchoRequest(RequestModel):
@@ -74,6 +85,74 @@ async def test_a_large_body_is_parsed_in_a_thread_and_a_small_one_at_once(
     for length in (1000, 100_000):
         assert (await http.post("/v1/echo", json={"text": "a" * length})).json() == {"version": "a" * length}
     assert threads == [True, False]
+
+
+async def test_the_objects_of_few_large_bodies_exist_at_a_time(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector visits the objects of every request that waits for its prompt."""
+    app = http._transport.app  # type: ignore[attr-defined]
+    parsed: list[str] = []
+    monkeypatch.setattr(
+        request_builder, "parse_object", lambda body, _: parsed.append(body.decode()[:9].strip(' "')) or {}
+    )
+    monkeypatch.setattr(request_builder, "validate", lambda data, model, allow_unknown: data)
+    ends = {name: asyncio.Event() for name in ("one", "two", "three", "four", "other")}
+
+    async def use(name: str, address: str, objects: int) -> None:
+        body = f'"{name}"'.encode().ljust(9) + b"[]" * objects + b" " * 40_000
+        scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": [], "app": app}
+        scope["state"] = {"owner": Owner.of_address(address)}
+
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request", "body": body}
+
+        async with reading(Request(scope, receive), EchoRequest, Config().server_config):
+            await ends[name].wait()
+
+    async def until(names: list[str]) -> None:
+        async with asyncio.timeout(60):
+            while parsed != names:
+                await asyncio.sleep(0.01)
+
+    own = ["one", "two", "three", "four"]
+    tasks = [asyncio.create_task(use(name, "10.0.0.1", MANY_OBJECTS + 1)) for name in own]
+    await until(own[:3])
+    tasks.append(asyncio.create_task(use("other", "10.0.0.2", MANY_OBJECTS + 1)))
+    await until([*own[:3], "other"])
+    ends["one"].set()
+    await until([*own[:3], "other", "four"])
+    for end in ends.values():
+        end.set()
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "fields"),
+    [
+        (ChatCompletionRequest, "messages", {}),
+        (ResponsesRequest, "input", {}),
+        (MessagesRequest, "messages", {"max_tokens": 1}),
+    ],
+)
+async def test_messages_are_dropped_once_the_prompt_is_made(
+    http: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    model: type[ChatCompletionRequest | ResponsesRequest | MessagesRequest],
+    field: str,
+    fields: dict[str, Any],
+) -> None:
+    """Otherwise they exist, and the garbage collector visits them, as long as the answer is streamed."""
+    frontend = SimpleNamespace(check_generates=lambda: None)
+    monkeypatch.setattr(Models, "use", lambda *_: contextlib.nullcontext(frontend))
+    body = json.dumps({"model": "m", field: [{"role": "user", "content": "hi"}], **fields}).encode()
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+    scope |= {"app": http._transport.app, "state": {"owner": Owner.of_address(None)}}  # type: ignore[attr-defined]
+    received = asyncio.Queue[dict[str, object]]()
+    received.put_nowait({"type": "http.request", "body": body})
+    async with accept(Request(scope, received.get), model) as (request, _, _):
+        assert len(getattr(request, field)) == 1
+    assert getattr(request, field) == []
 
 
 async def test_a_body_over_what_a_full_context_needs_is_refused(http: httpx.AsyncClient) -> None:
