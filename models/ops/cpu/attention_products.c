@@ -73,28 +73,41 @@ AVX512_BF16 static void turn_avx512(const bf16 *const columns[LANES], int64_t di
 
 #define KEYS_OF_VECTORS 8
 
-/* A number of keys times the columns of one or two tiles. */
-AVX512_BF16 INLINE void score_vectors(const bf16 *keys, const bf16 *queries, int tiles, int64_t dim,
-                                      float scores[][KEYS][LANES], int key) {
-    __m512 sums[PAIR][KEYS_OF_VECTORS];
-    for (int tile = 0; tile < tiles; tile++)
-        for (int i = 0; i < KEYS_OF_VECTORS; i++) sums[tile][i] = _mm512_setzero_ps();
-    for (int64_t pair = 0, skipped = 0; pair < dim / 2; pair++) {
+/* Pairs of elements of a number of keys times the columns of one or two tiles. */
+AVX512_BF16 INLINE void score_elements(const bf16 *keys, const bf16 *queries, int pairs, int tiles, int64_t dim,
+                                       __m512 sums[PAIR][KEYS_OF_VECTORS]) {
+    int64_t apart = LANES * query_size(dim);
+#pragma GCC unroll 4
+    for (int pair = 0; pair < pairs; pair++, keys += 2, queries += 2 * LANES) {
         __m512bh q[PAIR];
-        /* The last pairs are at the end of their 32 elements. */
-        if (pair == dim / DEPTH * (DEPTH / 2)) skipped = (query_size(dim) - dim) / 2;
-        for (int tile = 0; tile < tiles; tile++)
-            q[tile] = (__m512bh)_mm512_loadu_si512(queries + tile * LANES * query_size(dim) + (pair + skipped) * LANES * 2);
+#pragma GCC unroll 2
+        for (int tile = 0; tile < tiles; tile++) q[tile] = (__m512bh)_mm512_loadu_si512(queries + tile * apart);
 #pragma GCC unroll 8
         for (int i = 0; i < KEYS_OF_VECTORS; i++) {
             int both;
-            memcpy(&both, keys + i * dim + 2 * pair, sizeof both);
+            memcpy(&both, keys + i * dim, sizeof both);
             __m512bh k = (__m512bh)_mm512_set1_epi32(both);
 #pragma GCC unroll 2
             for (int tile = 0; tile < tiles; tile++) sums[tile][i] = _mm512_dpbf16_ps(sums[tile][i], k, q[tile]);
         }
     }
+}
+
+/* A number of keys times the columns of one or two tiles. */
+AVX512_BF16 INLINE void score_vectors(const bf16 *keys, const bf16 *queries, int tiles, int64_t dim,
+                                      float scores[][KEYS][LANES], int key) {
+    __m512 sums[PAIR][KEYS_OF_VECTORS];
+    int64_t whole = dim / DEPTH * DEPTH, rest = dim - whole;
+#pragma GCC unroll 2
     for (int tile = 0; tile < tiles; tile++)
+#pragma GCC unroll 8
+        for (int i = 0; i < KEYS_OF_VECTORS; i++) sums[tile][i] = _mm512_setzero_ps();
+    score_elements(keys, queries, (int)whole / 2, tiles, dim, sums);
+    /* The last pairs are at the end of their 32 elements. */
+    if (rest) score_elements(keys + whole, queries + (whole + DEPTH - rest) * LANES, (int)rest / 2, tiles, dim, sums);
+#pragma GCC unroll 2
+    for (int tile = 0; tile < tiles; tile++)
+#pragma GCC unroll 8
         for (int i = 0; i < KEYS_OF_VECTORS; i++) _mm512_storeu_ps(scores[tile][key + i], sums[tile][i]);
 }
 
