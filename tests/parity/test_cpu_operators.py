@@ -530,6 +530,7 @@ class TestAttention:
             (2, 2, 256, 48),
             (7, 1, 72, 32),
             (8, 8, 80, 16),
+            (6, 2, 112, 16),
         ],
     )
     @pytest.mark.parametrize(

@@ -319,18 +319,25 @@ INLINE vector gate(const struct activation *by, vector x, vector up) {
     return gate_clamped(by, x, up);
 }
 
+INLINE void gate_part(const struct activation *by, const bf16 *gates, const bf16 *ups, int64_t width, bf16 *out) {
+    struct both x = load_both(gates, width), up = {all(1), all(1)};
+    if (ups) up = load_both(ups, width);
+    store_both(out, (struct both){gate(by, x.even, up.even), gate(by, x.odd, up.odd)}, width);
+}
+
 CLONES static void gate_row(const struct activation *by, const bf16 *gates, const bf16 *ups, int64_t size, bf16 *out) {
-    FOR_PARTS(i, width, size, {
-        struct both x = load_both(gates + i, width), up = {all(1), all(1)};
-        if (ups) up = load_both(ups + i, width);
-        store_both(out + i, (struct both){gate(by, x.even, up.even), gate(by, x.odd, up.odd)}, width);
-    });
+    FOR_PARTS(i, width, size, { gate_part(by, gates + i, ups ? ups + i : NULL, width, out + i); });
+}
+
+CLONES static void gate_rows(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups,
+                             int64_t rows, bf16 *out) {
+    for (int64_t row = 0; row < rows; row++)
+        gate_part(by, gates + row * stride, ups + row * PANEL, PANEL, out + row * PANEL);
 }
 
 void gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups, int64_t rows,
                 bf16 *out) {
-    for (int64_t row = 0; row < rows; row++, gates += stride, ups += PANEL, out += PANEL)
-        gate_row(by, gates, ups, PANEL, out);
+    gate_rows(by, gates, stride, ups, rows, out);
 }
 
 /* Tasks: rows. */

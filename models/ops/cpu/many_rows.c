@@ -11,6 +11,7 @@
 #include "panels.h"
 
 #define PART_STEPS 40 /* the most steps of a panel that rows are multiplied by at once */
+#define GATED_ROWS 16 /* that are gated together, while they are in the L1 cache */
 #define WAITING 32    /* panels whose sums wait for the next part of the inputs */
 
 int64_t rows_of_block(int64_t inputs) {
@@ -34,30 +35,31 @@ static void get_bias(const struct linear *op, int64_t output, float *bias) {
     for (int64_t i = 0; i < PANEL; i++) bias[i] = op->bias && output + i < op->out_features ? widen(op->bias[output + i]) : 0;
 }
 
-static void finish_row(const void *what, int64_t row) {
+static void gate_rows(const struct made *made, int64_t first, int64_t past) {
+    const struct many *many = made->many;
+    const struct linear *op = many->op;
+    ALIGNED bf16 both[2][GATED_ROWS * PANEL], gated[GATED_ROWS * PANEL];
+    for (int64_t row = first, count; row < past; row += count) {
+        bf16 *out = (bf16 *)op->out + (many->first + row) * op->out_stride + made->output;
+        count = min64(GATED_ROWS, past - row);
+        for (int half = 0; half < 2; half++)
+            many->products->round(made->sums[half] + row * PANEL, made->bias[half], count, 0, both[half], PANEL);
+        gate_panel(many->by, both[0], PANEL, both[1], count, gated);
+        many->products->put(gated, count, many->is_large, out, op->out_stride);
+    }
+}
+
+static void finish_rows(const void *what, int64_t first, int64_t past) {
     const struct made *made = what;
     const struct many *many = made->many;
     const struct linear *op = many->op;
-    const struct panel_products *products = many->products;
-    if (!made->is_simple) {
-        finish_panel(op, products, made->sums[0] + row * PANEL, many->first + row, 1, made->output, many->is_large);
-        return;
-    }
-    bf16 *out = (bf16 *)op->out + (many->first + row) * op->out_stride + made->output;
-    if (!many->by) {
-        products->round(made->sums[0] + row * PANEL, made->bias[0], 1, many->is_large, out, op->out_stride);
-        return;
-    }
-    ALIGNED bf16 both[2][PANEL], gated[PANEL];
-    for (int half = 0; half < 2; half++)
-        products->round(made->sums[half] + row * PANEL, made->bias[half], 1, 0, both[half], PANEL);
-    gate_panel(many->by, both[0], PANEL, both[1], 1, gated);
-    products->put(gated, many->is_large, out);
-}
-
-static void finish(struct made *made) {
-    for (int64_t row = 0; row < made->rows; row++) finish_row(made, row);
-    made->rows = 0;
+    const float *sums = made->sums[0] + first * PANEL;
+    int64_t row = many->first + first, count = past - first;
+    if (!made->is_simple) finish_panel(op, many->products, sums, row, count, made->output, many->is_large);
+    else if (many->by) gate_rows(made, first, past);
+    else
+        many->products->round(sums, made->bias[0], count, many->is_large,
+                              (bf16 *)op->out + row * op->out_stride + made->output, op->out_stride);
 }
 
 /* A position in the work: a part of the inputs, of panel `half` of a unit. A unit is a panel, or a panel of gates and the
@@ -76,7 +78,7 @@ static void multiply_all(const struct many *many, const struct part *part, const
                          const struct made *made, int64_t which, int64_t of) {
     int64_t all = parts(many->op->in_features, DEPTH), groups = 0, bytes = many->staged->bytes;
     for (int64_t done = 0; done < many->count; done += rows_of_group(many->count - done, many->count)) groups++;
-    struct side_work side = {.do_row = finish_row, .what = made, .soon = (const char *)next};
+    struct side_work side = {.do_rows = finish_rows, .what = made, .soon = (const char *)next};
     side.lines = next ? parts(STEP * (int64_t)sizeof(bf16) / LINE, groups) : 0;
     for (int64_t done = 0, group = 0, count; done < many->count; done += count, group++) {
         count = rows_of_group(many->count - done, many->count);
@@ -119,5 +121,5 @@ void multiply_many(const struct many *many, int64_t first, int64_t past) {
                 }
             }
     }
-    finish(&made);
+    if (made.rows) finish_rows(&made, 0, made.rows);
 }

@@ -28,13 +28,16 @@ TARGET INLINE void NAME(fetch)(struct NAME(stream) *stream) {
     stream->at += stream->lines * LINE;
 }
 
-/* `steps` steps of `rows` rows times `vectors` vectors of outputs, added to their sums. All loops except the outermost
- * are unrolled, as both numbers are compile-time constants. */
-TARGET INLINE void NAME(add_steps)(const char *x, const bf16 *weight, int64_t steps, float *sums, int rows,
+/* `steps` steps of `rows` rows times `vectors` vectors of outputs, added to their sums, or with `is_first` instead of
+ * them. All loops except the outermost are unrolled, as both numbers are compile-time constants. */
+TARGET INLINE void NAME(add_steps)(const char *x, const bf16 *weight, int64_t steps, int is_first, float *sums, int rows,
                                    int vectors, struct NAME(stream) *stream) {
     NAME(floats) s[ROWS][VECTORS];
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) memcpy(&s[r][v], sums + r * PANEL + v * WIDTH, sizeof s[r][v]);
+        for (int v = 0; v < vectors; v++) {
+            s[r][v] = (NAME(floats)){0};
+            if (!is_first) memcpy(&s[r][v], sums + r * PANEL + v * WIDTH, sizeof s[r][v]);
+        }
     for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE * STAGED_BYTES(PAIRS)) {
 #pragma GCC unroll 16
         for (int pair = 0; pair < DEPTH / 2; pair++) {
@@ -77,11 +80,11 @@ TARGET INLINE void NAME(add_steps)(const char *x, const bf16 *weight, int64_t st
 /* All of a panel's outputs, as many at once as registers hold. A function for each number of rows. */
 #define VECTORS_AT_ONCE(rows) ((rows) * VECTORS <= SUMS ? VECTORS : SUMS / ROWS)
 #define ADD_ROWS(rows)                                                                                          \
-    TARGET static void NAME(add_rows##rows)(const char *x, const bf16 *weight, int64_t steps, float *sums,      \
-                                            struct NAME(stream) *stream) {                                      \
+    TARGET static void NAME(add_rows##rows)(const char *x, const bf16 *weight, int64_t steps, int is_first,     \
+                                            float *sums, struct NAME(stream) *stream) {                         \
         enum { AT_ONCE = VECTORS_AT_ONCE(rows) };                                                               \
         for (int v = 0; v < VECTORS; v += AT_ONCE)                                                              \
-            NAME(add_steps)(x, weight + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2, steps,                \
+            NAME(add_steps)(x, weight + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2, steps, is_first,      \
                             sums + v * WIDTH, rows, AT_ONCE, stream);                                           \
     }
 ADD_ROWS(1)
@@ -95,7 +98,7 @@ ADD_ROWS(7)
 ADD_ROWS(8)
 #endif
 
-typedef void NAME(rows_adder)(const char *x, const bf16 *weight, int64_t steps, float *sums,
+typedef void NAME(rows_adder)(const char *x, const bf16 *weight, int64_t steps, int is_first, float *sums,
                               struct NAME(stream) *stream);
 static NAME(rows_adder) *const NAME(adders)[ROWS] = {
     NAME(add_rows1), NAME(add_rows2), NAME(add_rows3), NAME(add_rows4),
@@ -108,7 +111,7 @@ static NAME(rows_adder) *const NAME(adders)[ROWS] = {
  * prefetches a part of the next few; a single block goes through the whole panel. With a cached weight, the first block
  * prefetches the next weight, of `side`; NULL: there is none. */
 static void NAME(add_blocks)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
-                             int64_t ahead, const struct side_work *side, float *sums) {
+                             int64_t ahead, int is_first, const struct side_work *side, float *sums) {
     int64_t blocks = parts(count, ROWS), at_once = blocks > 1 ? NEAR_STEPS : steps;
     for (int64_t done = 0; done < steps; done += at_once, weight += at_once * STEP) {
         int64_t some = min64(at_once, steps - done);
@@ -120,7 +123,7 @@ static void NAME(add_blocks)(const char *staged, int64_t count, int64_t all, con
         for (int64_t row = 0; row < count; row += ROWS) {
             NAME(adders)[min64(ROWS, count - row) - 1](
                 staged + (row / LANES * all * TILE + done * TILE + row % LANES * DEPTH) * STAGED_BYTES(PAIRS),
-                weight, some, sums + row * PANEL, &stream);
+                weight, some, is_first && done == 0, sums + row * PANEL, &stream);
             if (side) stream.lines = 0;
         }
     }
@@ -128,8 +131,7 @@ static void NAME(add_blocks)(const char *staged, int64_t count, int64_t all, con
 
 static void NAME(multiply)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
                            float *sums) {
-    memset(sums, 0, count * PANEL * sizeof(float));
-    NAME(add_blocks)(staged, count, steps, weight, steps, ahead, NULL, sums);
+    NAME(add_blocks)(staged, count, steps, weight, steps, ahead, 1, NULL, sums);
 }
 
 /* `rows` rows times `panels` panels together, both constants. Those are prefetched a few steps ahead, and after their last
@@ -207,9 +209,8 @@ static int64_t NAME(multiply_side)(const char *staged, int64_t count, const bf16
 
 static void NAME(multiply_part)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
                                 int is_first, float *sums, const struct side_work *side) {
-    if (is_first) memset(sums, 0, count * PANEL * sizeof(float));
-    NAME(add_blocks)(staged, count, all, weight, steps, 0, side, sums);
-    for (int64_t row = side->first; row < side->past; row++) side->do_row(side->what, row);
+    NAME(add_blocks)(staged, count, all, weight, steps, 0, is_first, side, sums);
+    if (side->first < side->past) side->do_rows(side->what, side->first, side->past);
 }
 
 #if !PAIRS
@@ -238,8 +239,9 @@ TARGET INLINE void NAME(put_line)(const bf16 *line, int is_streamed, bf16 *out) 
     else memcpy(out, line, PANEL * sizeof(bf16));
 }
 
-TARGET static void NAME(put)(const bf16 *row, int is_large, bf16 *out) {
-    NAME(put_line)(row, is_large && is_whole_lines(out, 0), out);
+TARGET static void NAME(put)(const bf16 *rows, int64_t count, int is_large, bf16 *out, int64_t out_stride) {
+    int is_streamed = is_large && is_whole_lines(out, out_stride);
+    for (int64_t row = 0; row < count; row++) NAME(put_line)(rows + row * PANEL, is_streamed, out + row * out_stride);
 }
 
 TARGET static void NAME(round)(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out,

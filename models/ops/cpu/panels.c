@@ -222,7 +222,9 @@ AMX static inline void add_steps(const bf16 *x, int tiles, const bf16 *weight, i
         if (tiles == 1) add_first(x, weight);
         else if (tiles == 2) add_two(x, x + rows, weight);
         else add_three(x, x + rows, x + 2 * rows, weight);
-        for (int64_t past = min64(side->past, row + each); row < past; row++) side->do_row(side->what, row);
+        int64_t first = row;
+        row = min64(side->past, row + each);
+        if (first < row) side->do_rows(side->what, first, row);
     }
 }
 

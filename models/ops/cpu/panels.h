@@ -19,10 +19,10 @@ static inline int64_t rows_of_group(int64_t left, int64_t rows) {
     return is_two ? 2 * LANES : min64(GROUP, left);
 }
 
-/* Other work, row by row, between the steps of a product, for execution units that the product leaves idle; and the weight
+/* Other work, some rows at a time, between the steps of a product, for execution units that the product leaves idle; and the weight
  * that is multiplied next: each step fetches `lines` cache lines of it into the L2 cache. */
 struct side_work {
-    void (*do_row)(const void *what, int64_t row);
+    void (*do_rows)(const void *what, int64_t first, int64_t past);
     const void *what;
     int64_t first, past; /* rows */
     const char *soon;
@@ -48,8 +48,8 @@ struct panel_products {
                           int is_first, float *sums, const struct side_work *side);
     /* Sums and a bias [32] to bfloat16, 32 outputs a row; whole lines of a large output past the caches. */
     void (*round)(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out, int64_t out_stride);
-    /* A row of 32 outputs, as `round` does it. */
-    void (*put)(const bf16 *row, int is_large, bf16 *out);
+    /* Rounded rows of 32 outputs, as `round` does it. */
+    void (*put)(const bf16 *rows, int64_t count, int is_large, bf16 *out, int64_t out_stride);
     /* A plain loop of products in registers, for a number of rounds; returns its number of multiplications and
      * additions. `sums`: [1536], the sums of the loop. */
     int64_t (*spin)(int64_t rounds, float *sums);

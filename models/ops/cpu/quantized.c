@@ -221,8 +221,7 @@ static void gate_panels(const struct quantized_gated_linear *quantized, struct p
         multiply_panel(op, quantized->bits, at, rows, half + panel + i);
         round_panel(op, at, rows, half + panel + i, bench->ups, PANEL);
         gate_panel(&quantized->gated.by, bench->gates + i * PANEL, stride, bench->ups, rows, bench->gated);
-        for (int64_t row = 0; row < rows; row++)
-            at->products->put(bench->gated + row * PANEL, at->is_large, out + row * op->out_stride);
+        at->products->put(bench->gated, rows, at->is_large, out, op->out_stride);
     }
 }
 
