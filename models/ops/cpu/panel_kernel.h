@@ -112,7 +112,8 @@ static NAME(rows_adder) *const NAME(adders)[ROWS] = {
  * prefetches the next weight, of `side`; NULL: there is none. */
 static void NAME(add_blocks)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
                              int64_t ahead, int is_first, const struct side_work *side, float *sums) {
-    int64_t blocks = parts(count, ROWS), at_once = blocks > 1 ? NEAR_STEPS : steps;
+    int64_t blocks = parts(count, ROWS), near = side && fetches_far() ? MOST_NEAR_STEPS : NEAR_STEPS;
+    int64_t at_once = blocks > 1 ? near : steps;
     for (int64_t done = 0; done < steps; done += at_once, weight += at_once * STEP) {
         int64_t some = min64(at_once, steps - done);
         struct NAME(stream) stream = {(const char *)weight + ahead, 0};

@@ -8,6 +8,7 @@
 #define SIDE_PANELS 4 /* largest number that few rows are multiplied by together */
 #define SIDE_AHEAD 2  /* steps by which these are fetched ahead */
 #define NEAR_STEPS 4 /* 8 KiB of a weight, which stay in the L1 cache together with their rows */
+#define MOST_NEAR_STEPS 6 /* the same of a weight that is in a cache already, on Zen 5 */
 
 static inline int is_whole_lines(const bf16 *out, int64_t out_stride) {
     return ((uintptr_t)out | out_stride * sizeof(bf16)) % LINE == 0;
