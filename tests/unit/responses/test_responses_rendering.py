@@ -13,7 +13,9 @@ from engine.text.request_state import RequestDelta, RequestState
 from server.errors import ApiError, BadRequest, ContextLengthExceeded, EngineError, Overloaded
 from server.ignored import collect
 from server.limits.owners import ANYONE
-from server.parsing.parser import ArgumentsPart, ReasoningPart, TextPart, ToolCallPart
+from server.parsing.dialects.hermes import HermesParser
+from server.parsing.parser import AnswerParser, ArgumentsPart, ReasoningPart, TextPart, ToolCallPart
+from server.schemas.chat import ToolUse
 from server.schemas.responses import ResponseObject
 from tests.unit.responses_support import SEALED, USAGE, ScriptedParser, events_of, renderer_of, types_of
 
@@ -53,7 +55,7 @@ class State:
         return iter(self._steps)
 
 
-def stream(parser: ScriptedParser | None, texts: list[str], finish_reason: str = "stop", **fields: Any) -> bytes:
+def stream(parser: AnswerParser | None, texts: list[str], finish_reason: str = "stop", **fields: Any) -> bytes:
     """The whole stream of an answer, with one token per text."""
     renderer = renderer_of(parser, **fields)
     events = renderer.opening()
@@ -63,7 +65,7 @@ def stream(parser: ScriptedParser | None, texts: list[str], finish_reason: str =
     return events + renderer.closing(USAGE)
 
 
-def whole(parser: ScriptedParser | None, texts: list[str], finish_reason: str = "stop", **fields: Any) -> Response:
+def whole(parser: AnswerParser | None, texts: list[str], finish_reason: str = "stop", **fields: Any) -> Response:
     state = cast(RequestState, State([(text, 1) for text in texts], finish_reason))
     answer = renderer_of(parser, **fields).whole([state], USAGE)
     return Response.model_validate_json(msgspec.json.encode(answer))
@@ -117,6 +119,13 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
 def test_an_answer_is_the_same_whole_as_streamed(finish_reason: str) -> None:
     streamed = events_of(stream(ScriptedParser(THINKS_AND_CALLS), ["t"] * 6, finish_reason))[-1].response
     assert without_ids(streamed) == without_ids(whole(ScriptedParser(THINKS_AND_CALLS), ["t"] * 6, finish_reason))
+
+
+@pytest.mark.parametrize(("finish_reason", "text"), [("length", "Hi"), ("stop", 'Hi\n<tool_call>{"na')])
+def test_a_call_that_the_token_limit_cuts_off_in_its_name_is_no_text(finish_reason: str, text: str) -> None:
+    parser, texts = (lambda: HermesParser(ToolUse.of([], "auto"))), ["Hi\n", '<tool_call>{"na']
+    assert whole(parser(), texts, finish_reason).output_text == text
+    assert events_of(stream(parser(), texts, finish_reason))[-1].response.output_text == text
 
 
 def test_the_token_limit_leaves_the_response_and_its_last_item_incomplete() -> None:

@@ -313,3 +313,14 @@ def test_a_call_that_is_cut_off_has_the_whole_values_of_its_input() -> None:
     answer = renderer_of(real_parser(), **THINKS).whole([state], USAGE)
     assert answer.content[-1].input == {"a": "ü"}  # type: ignore[union-attr]
     assert answer.stop_reason == "max_tokens"
+
+
+@pytest.mark.parametrize(("reason", "text"), [("length", "Hi"), ("stop", 'Hi\n<tool_call>{"na')])
+def test_a_call_that_is_cut_off_in_its_name_is_no_text(reason: str, text: str) -> None:
+    steps = [("Hi\n", 1), ('<tool_call>{"na', 1)]
+    state: Any = _State(steps, reason)
+    answer = renderer_of(HermesParser(ToolUse.of([], "auto"))).whole([state], USAGE)
+    assert [block.text for block in answer.content] == [text]  # type: ignore[union-attr]
+    deltas = [delta(steps[0][0]), last(steps[1][0], reason)]
+    streamed = assembled(stream_of(renderer_of(HermesParser(ToolUse.of([], "auto"))), deltas))
+    assert [block["text"] for block in streamed["content"]] == [text]

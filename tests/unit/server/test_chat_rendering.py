@@ -12,10 +12,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from engine.messages import TokenLogprobs
 from engine.text.request_state import RequestDelta, RequestState
 from engine.text.tokenizer import Tokenizer
-from server.parsing.parser import ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
+from server.parsing.dialects.hermes import HermesParser
+from server.parsing.parser import AnswerParser, ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
 from server.routes.chat import ChatRenderer
 from server.schemas.body import validate
-from server.schemas.chat import ChatCompletionRequest
+from server.schemas.chat import ChatCompletionRequest, ToolUse
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.streaming.sse import DONE
 
@@ -47,11 +48,13 @@ SCRIPT: dict[str, list[Part]] = {
 STEPS = ["<think>", "so", "</think>Hi", "<call>", "{}</call>"]
 
 
-def renderer(script: dict[str, list[Part]] | None = SCRIPT, **fields: Any) -> ChatRenderer:
+def renderer(
+    script: dict[str, list[Part]] | None = SCRIPT, parser: AnswerParser | None = None, **fields: Any
+) -> ChatRenderer:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [TOOL], **fields}
     request = validate(body, ChatCompletionRequest, allow_unknown=False)
     tokenizer = cast(Tokenizer, SimpleNamespace(token_bytes=lambda token_id: b"a"))
-    return ChatRenderer(request, tokenizer, "f", lambda: None if script is None else Scripted(script))
+    return ChatRenderer(request, tokenizer, "f", lambda: Scripted(script) if script is not None else parser)
 
 
 def chunks(of: ChatRenderer, steps: Sequence[str] = STEPS, reason: str = "stop", **last: Any) -> list[Any]:
@@ -86,6 +89,15 @@ def test_a_whole_answer_holds_reasoning_content_and_calls() -> None:
     ]
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+
+
+@pytest.mark.parametrize(("reason", "content"), [("length", "Hi"), ("stop", 'Hi\n<tool_call>{"na')])
+def test_a_call_that_max_tokens_cuts_off_in_its_name_is_no_content(reason: str, content: str) -> None:
+    steps = ["Hi\n", '<tool_call>{"na']
+    answer = whole(renderer(None, HermesParser(ToolUse.of([], "auto"))), steps, reason)
+    assert answer["choices"][0]["message"]["content"] == content
+    streamed = chunks(renderer(None, HermesParser(ToolUse.of([], "auto")), stream=True), steps, reason)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == content
 
 
 def test_the_chunks_of_a_stream_add_up_to_the_whole_answer() -> None:
