@@ -272,6 +272,7 @@ def load_model(
             available_bytes=available if device.type == "cpu" else None,
             rounding=_rounding(config, model_config, operators),
             packs=packs,
+            is_compiled=config.compilation_config.compilation_level > 0,
             generates=generates,
         )
     load_adapters(model, config.lora_paths, dtype=dtype, device=device)

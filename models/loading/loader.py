@@ -96,6 +96,8 @@ class LoadOptions:
     """The rounding of weights while they are read, which needs the CPU operators."""
     packs: PackCache | None = None
     """The cache of the CPU operators' packed weights, which later starts reuse."""
+    is_compiled: bool = False
+    """Whether torch compiles the layers. Its compiler reads dense weights, and raises for products by packed ones."""
 
     @property
     def has_operators(self) -> bool:
@@ -234,7 +236,8 @@ def _load(
         for module in model.modules():
             if isinstance(module, MLAAttention):
                 module.pack_heads()
-    if device.type == "cpu" and not (runtime.active() or triton.active()) and can_pack(dtype):
+    has_kernels = runtime.active() or triton.active()
+    if device.type == "cpu" and not has_kernels and not options.is_compiled and can_pack(dtype):
         pack_filled_products(model)
     if aiter.takes("moe"):
         _shuffle_experts(model)

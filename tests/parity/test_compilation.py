@@ -11,6 +11,7 @@ from engine.runner import graphs as graph_runner
 from engine.runner import loaded_model
 from models.layers import compilation
 from models.layers.compilation import compile_layers
+from models.layers.parameter import onednn_of
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.checkpoints import make_checkpoint
@@ -110,6 +111,11 @@ def test_a_compiler_that_fails_ends_the_start_in_a_sentence(checkpoint: Path, mo
 def test_models_that_are_not_cut_at_their_attention_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=r"compilation_level is 3, but Qwen3ForCausalLM runs by transformers' own"):
         runner_for(checkpoint, model_impl="transformers", compilation_config=LEVEL_3)
+
+
+def test_weights_of_compiled_layers_are_not_packed_for_onednn(checkpoint: Path) -> None:
+    runner = runner_for(checkpoint, torch.bfloat16, cpu_operators=False, compilation_config=LEVEL_3)
+    assert [onednn_of(each) for each in runner.model.parameters() if onednn_of(each) is not None] == []
 
 
 @pytest.mark.slow
