@@ -243,6 +243,8 @@ class TokenVerifier:
 
     def _owner(self, claims: dict[str, Any]) -> Owner:
         subject: str = claims["sub"]
+        if not subject:
+            raise _refused("its subject (sub) is empty, so that it names no owner")
         digest = hashlib.sha256(f"{self._issuer}\0{subject}".encode("utf-8", "surrogatepass")).hexdigest()
         name = _UNSAFE.sub("_", subject[:_MAX_NAME])
         return Owner(digest, digest, key_name=name, scopes=_scopes(claims))

@@ -5,6 +5,7 @@ import base64
 import hashlib
 import hmac
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -142,6 +143,12 @@ HOSTILE = {
     "not yet valid": token(nbf=NOW + 3600),
     "without expiry": token(exp=None),
     "without subject": token(sub=None),
+    "empty subject": token(sub=""),
+    "expiry that is infinite": token(exp=math.inf),
+    "start that is infinite": token(nbf=-math.inf),
+    "audience within lists": token(aud=[[AUDIENCE]]),
+    "audience as an object": token(aud={AUDIENCE: True}),
+    "subject that is a list": token(sub=["alice"]),
     "of another issuer": token(iss="https://evil.example"),
     "for another audience": token(aud="else"),
     "without audience": token(aud=None),
