@@ -62,14 +62,17 @@ static void stage_in_order(const struct place *at, const struct linear *op, cons
         char *to = at->staged.rows + ((row & -LANES) * steps * DEPTH + row % LANES * DEPTH) * bytes;
         const bf16 *from = op->x;
         if (row < count) from += (at->tokens ? at->tokens[first + row] : first + row) * op->x_stride;
-        for (int64_t i = 0; i < steps * DEPTH; i++) {
-            bf16 value = row < count && i < op->in_features ? from[order[i]] : 0;
-            char *here = to + (i / DEPTH * TILE + i % DEPTH) * bytes;
-            if (bytes == sizeof(bf16)) memcpy(here, &value, sizeof value);
-            else {
-                float wide = widen(value);
-                memcpy(here, &wide, sizeof wide);
-            }
+        for (int64_t step = 0; step < steps; step++, to += TILE * bytes) {
+            const int32_t *of_step = order + step * DEPTH;
+            int64_t some = row < count ? min64(DEPTH, op->in_features - step * DEPTH) : 0;
+            bf16 values[DEPTH] = {0};
+            if (some == DEPTH)
+                for (int i = 0; i < DEPTH; i++) values[i] = from[of_step[i]];
+            else
+                for (int64_t i = 0; i < some; i++) values[i] = from[of_step[i]];
+            if (bytes == sizeof(bf16)) memcpy(to, values, sizeof values);
+            else
+                for (int i = 0; i < DEPTH; i += LANES) store((float *)to + i, load_bf16(values + i));
         }
     }
 }
@@ -230,8 +233,7 @@ static void multiply_panels(const struct linear *op, const struct codes *codes, 
     }
 }
 
-/* Tasks: blocks of rows, each with one share of the panels after the other; or like `linear` with the expanded
- * weight. */
+/* Tasks: as `struct cut` says; or like `linear` with the expanded weight. */
 void coded_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct coded_linear *coded = arguments;
     int64_t rows = step->num_tokens, inputs = coded->linear.in_features, panels = parts(coded->linear.out_features, PANEL);
@@ -241,14 +243,11 @@ void coded_linear(const void *arguments, const struct step *step, struct worker 
         linear(&dense, step, worker);
         return;
     }
-    int64_t block = rows_to_stage(inputs), bytes = bytes_of_panel(&coded->codes, inputs);
-    int64_t share = panels_of_task(rows, bytes, panels, worker->threads), shares = parts(panels, share);
+    const struct cut cut =
+        cut_product(rows, rows_to_stage(inputs), bytes_of_panel(&coded->codes, inputs), panels, worker->threads);
     struct place at = prepare(worker, &coded->codes, inputs);
-    for (int64_t task; (task = take_task(worker)) < parts(rows, block) * shares;) {
-        int64_t first = task / shares * block, panel = task % shares * share;
-        multiply_panels(&coded->linear, &coded->codes, &at, first, min64(block, rows - first), panel,
-                        min64(panels, panel + share));
-    }
+    for (struct share share; take_share(&cut, worker, &share);)
+        multiply_panels(&coded->linear, &coded->codes, &at, share.first, share.count, share.panel, share.past);
 }
 
 /* Tasks: panels. Nothing where the step's rows are few. */

@@ -16,6 +16,7 @@
 #define VECTORS (PANEL / WIDTH) /* of a panel's sums */
 #define OF_TILE (LANES / WIDTH)
 #define AT_ONCE 2 /* vectors of a panel's sums that stored numbers are added to */
+#define TILES (WIDTH == LANES ? 2 : 1) /* converted together; an input of a row is then loaded once for both */
 
 typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
 typedef uint32_t NAME(words) __attribute__((vector_size(WIDTH * 4)));
@@ -211,17 +212,19 @@ TARGET INLINE void NAME(add_panels)(const struct coded_part *part, int rows, int
                     for (int line = 0; line < of_step / LINE / (DEPTH / 4); line++)
                         __builtin_prefetch(ahead + p * apart + (two * of_step / LINE / (DEPTH / 4) + line) * LINE);
 #pragma GCC unroll 2
-                    for (int tile = 0; tile < 2; tile++) {
-                        NAME(operand) lines[2][OF_TILE];
-                        NAME(lines_of)(kind, at + p * apart + tile * of_tile, two, lines);
+                    for (int tile = 0; tile < 2; tile += TILES) {
+                        NAME(operand) lines[TILES][2][OF_TILE];
+                        for (int t = 0; t < TILES; t++)
+                            NAME(lines_of)(kind, at + p * apart + (tile + t) * of_tile, two, lines[t]);
 #pragma GCC unroll 2
                         for (int odd = 0; odd < 2; odd++)
 #pragma GCC unroll 8
                             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-                                for (int v = 0; v < OF_TILE; v++) {
+                                for (int v = 0; v < TILES * OF_TILE; v++) {
                                     NAME(floats) *sum = &s[r][p][tile * OF_TILE + v];
-                                    *sum = NAME(add_pair)(*sum, x, r, 2 * two + odd, lines[odd][v]);
+                                    NAME(operand) line = lines[v / OF_TILE][odd][v % OF_TILE];
+                                    *sum = NAME(add_pair)(*sum, x, r, 2 * two + odd, line);
                                 }
                     }
                 }
@@ -269,6 +272,7 @@ static codes_adder *const NAME(codes_adders)[] = {NAME(add_INT4), NAME(add_FP4),
 #undef VECTORS
 #undef OF_TILE
 #undef AT_ONCE
+#undef TILES
 #undef ADD_ROWS
 #undef NAME
 #undef TARGET
