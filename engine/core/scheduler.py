@@ -637,9 +637,7 @@ class Scheduler:
 
     def note_duration(self, batch: ScheduledBatch, seconds: float, *, drafts_on_device: bool = False) -> None:
         """Record the duration of a step that was read; it includes drafting if `drafts_on_device`."""
-        self.drafts.note_duration(
-            batch, seconds, drafts_on_device=drafts_on_device, are_prompts_left=bool(self._prefilling)
-        )
+        self.drafts.note_duration(batch, seconds, drafts_on_device=drafts_on_device)
         if self.step_budget is not None:
             self.step_budget.note(batch, seconds / self.drafts.num_rounds_read)
 

@@ -32,7 +32,6 @@ from engine.runner.loaded_model import LoadedModel
 from engine.sampling.parameters import Later, Proposals
 from engine.sampling.sampler import LaunchedTokens, Sampler
 from engine.sampling.verification import NO_TOKEN
-from engine.speculative.adaptive import KEPT_STEPS
 from models.attention.backend import NO_SLOT, AttentionMetaData
 from models.attention.gpu import GPUAttentionBackend, TritonMetaData
 from models.layers.base import DraftLM
@@ -40,7 +39,7 @@ from models.ops.counter_rng import DRAFT, SAMPLE
 from models.ops.cpu.draft_chain import MOST_ROUNDS, Verified
 from models.ops.cpu.structures import Step
 
-_MAX_WAITING = KEPT_STEPS
+_MAX_WAITING = 8
 """The most entries of a row that did not draft which are computed when it drafts again."""
 _SKIPPED = -1
 """Value of a slot's entry count: the entries before the slot's next step are skipped."""

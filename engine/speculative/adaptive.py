@@ -3,11 +3,10 @@
 A step of more tokens takes longer, and drafting takes time too: `StepCosts` measures both. If a draft is accepted with
 probability `p` after accepted ones, `n` drafts yield `p + p^2 + ... + p^n` tokens. For each number of drafts, the plan
 compares the geometric mean of the sequences' tokens per second with that of no drafts, and drafts only if that is
-faster. While it does not draft, a few sequences try drafts at intervals. The drafter stores the hidden states of the
-steps before a try, and is idle otherwise.
+faster. Sequences without drafts try some at intervals.
 
-The drafter also computes prompts, for later drafts. `NetGain` compares the cost of prompts with the gain of drafts,
-and stops drafting for a while if prompts cost more.
+A model that drafts also takes part in steps without drafts and computes prompts. Whether it runs at all is therefore
+decided by `DraftGate`, which compares the pace of whole blocks of steps with the drafter and without.
 """
 
 import math
@@ -31,7 +30,7 @@ _MARGIN = 1.1
 _TRIES, _LEAST_TRIES = 0.008, 0.002
 """Share of time spent on tries while some succeed, and the least share; each failed try halves it."""
 _TRYING_ROWS = 8
-"""The most sequences of a try."""
+"""The most sequences of a try where a model drafts."""
 _RATE_IN_TRIES = 0.9
 """Acceptance rate that is assumed for the value of a try: if drafts would bring no gain even then, none is made."""
 _STEPS_PER_PLAN, _MOST_STEPS_PER_PLAN, _MOST_STEPS_PER_IDLE_PLAN = 8, 16, 64
@@ -39,8 +38,6 @@ _STEPS_PER_PLAN, _MOST_STEPS_PER_PLAN, _MOST_STEPS_PER_IDLE_PLAN = 8, 16, 64
 second number, or up to the third while no drafts are made."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64
 """Tokens without drafts after a failed try, doubled by each further failure, and their maximum."""
-KEPT_STEPS = 8
-"""Steps before a try in which the drafter stores the target's hidden states."""
 _FIRST_TIMES = 4
 """Number of first measurements of a cost of which only the least counts, since they include lazy initialisation."""
 _SECONDS_LEARNT, _MORE_SECONDS_LEARNT = 0.2, 0.04
@@ -50,23 +47,22 @@ _LARGEST_FACTOR = 3.0
 """The largest factor by which one measurement may exceed the mean."""
 _EXACT = 8
 """Size up to which each size is measured separately; above it, sizes are grouped in eighths of a power of two."""
-_STEPS_JUDGED, _STEPS_JUDGED_AGAIN = 64, 12
-"""Steps over which gains and costs are summed before drafting is stopped, or else the older half is dropped; and steps
-after which a large loss stops it, if it was stopped before."""
-_MOST_DRAFTING = 4.0
-"""The most that drafting after a step of decodes counts, in plain steps, since other processes may interrupt it."""
-_LEAST_LOSS, _LARGE_LOSS = 0.005, 0.03
-"""A small and a large loss, as shares of the time."""
-_FIRST_STOP, _LONGEST_STOP = 16.0, 128.0
-"""Duration of the first stop and of the longest, relative to the time in which drafting lost; each stop doubles it."""
-_LONGEST_STOP_SECONDS = 600.0
-"""The most seconds of a stop. Where steps are long, the relative bound would be hours, while requests may change."""
-_WITHOUT_PROMPTS = 8.0
-"""Factor by which the duration of a step of decodes shortens a stop, since drafts may gain where no prompts arrive."""
+_BLOCK_STEPS = 32
+"""Steps of a block, in which a model drafts or does not; each round of a step counts."""
+_BLOCKS_PER_CHECK = 64
+"""Blocks with drafts after which one without drafts measures the costs of plain steps again."""
+_OPENING_PACE, _LEAST_PACE = 1.1, 1.04
+"""Least pace with drafts, relative to that without, for which drafting begins, and for which it goes on."""
+_DEBT_REPAID = 0.005
+"""Share of the time without drafts that repays what earlier blocks with drafts have lost."""
+_WITH_REMEMBERED, _WITHOUT_REMEMBERED = 0.7, 0.9
+"""Weight of earlier blocks with drafts, and without, relative to the block after them."""
+_REJECTED_SECONDS = 2.0
+"""Seconds without drafts after a try that was not made, because its drafts would not pay even if accepted."""
 _STALE_STEPS = 4096
 """Steps after which a cost that was not measured again is dropped."""
 _STEPS_WITH_DRAFTS = 512
-"""Steps after which a step without drafts is made to measure its cost, if there was none."""
+"""Steps after which a step without drafts is made to measure its cost, if there was none and no model drafts."""
 
 
 class _Mean:
@@ -123,14 +119,15 @@ class StepCosts:
     """Mean seconds of steps with decodes only, by number of tokens, and of drafting, by rows and depth."""
 
     def __init__(self) -> None:
-        self._steps, self._kept_steps, self._catching_up = _Means(), _Means(), _Means()
-        self._drafting_steps = _Means()
-        """Costs of steps that can be measured only together with the drafting after them."""
+        self._steps, self._drafting_steps = _Means(), _Means()
+        """Costs of steps, the latter of those that can be measured only together with the drafting after them."""
         self._drafting: dict[int, _Means] = {}
         """Costs of drafting for each number of rows, by depth."""
         self._rows: list[int] = []
         """Its keys, in ascending order."""
         self._num_steps = 0
+        self._prompt_token, self._has_plain_prompts = 0.0, False
+        """Seconds of a token of a prompt, and whether they were measured in steps without drafts."""
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Record the duration of a step of decodes, without drafting."""
@@ -144,12 +141,9 @@ class StepCosts:
 
     def note_drafting(self, work: DraftWork) -> None:
         """Record the duration of drafting."""
-        if not work.num_rows:
+        if not work.num_rows or not work.depth:
             return
         size = _size(work.num_rows)
-        if not work.depth:
-            self._catching_up.note(size, work.seconds, self._num_steps)
-            return
         if size not in self._drafting:
             self._drafting[size] = _Means()
             insort(self._rows, size)
@@ -170,11 +164,6 @@ class StepCosts:
         whole = self._drafting_steps.at(_size(num_tokens), self._since)
         return self.step(num_tokens) + self.drafting(num_rows, depth) if whole is None else whole
 
-    def keeping(self, num_rows: int) -> float:
-        """Expected seconds by which storing hidden states for the drafter extends a step."""
-        kept = self._kept_steps.at(_size(num_rows), self._since)
-        return 0.0 if kept is None else max(0.0, kept - self.step(num_rows))
-
     def drafting(self, num_rows: int, depth: int) -> float:
         """Expected seconds of drafting; 0 without measurements. Sizes above the largest measured one count as it."""
         if not depth or not num_rows:
@@ -182,18 +171,32 @@ class StepCosts:
         since = self._since
         return _between(self._rows, _size(num_rows), lambda rows: self._drafting_of(rows, depth, since)) or 0.0
 
-    def note_kept_step(self, num_tokens: int, seconds: float) -> None:
-        """As `note_step`, for a step without drafts whose hidden states the drafter has stored."""
-        self._num_steps += 1
-        self._kept_steps.note(_size(num_tokens), seconds, self._num_steps)
+    def note_prompts(self, num_decoded: int, num_tokens: int, seconds: float, *, is_plain: bool) -> None:
+        """Record the duration of a step with `num_tokens` of prompts next to `num_decoded` of decodes.
+
+        A step that is not plain counts only until one was.
+        """
+        if not is_plain and self._has_plain_prompts:
+            return
+        seconds = max(0.0, seconds - self.step(num_decoded) if num_decoded else seconds) / num_tokens
+        if not self._prompt_token or self._has_plain_prompts is not is_plain:
+            self._prompt_token = seconds
+        self._has_plain_prompts = is_plain
+        self._prompt_token += _LEARNT * (min(seconds, _LARGEST_FACTOR * self._prompt_token) - self._prompt_token)
+
+    def plain_seconds(self, num_rows: int, num_generated: int, num_prompt_tokens: int) -> float:
+        """Expected seconds in which steps of `num_rows` without drafts generate and compute so many tokens.
+
+        0 if this is not known yet.
+        """
+        step = self.step(num_rows) if num_rows else 0.0
+        if (num_rows and not step) or (num_prompt_tokens and not self._prompt_token):
+            return 0.0
+        return step * num_generated / max(1, num_rows) + num_prompt_tokens * self._prompt_token
 
     def pass_steps(self, count: int) -> None:
         """Count `count` steps that were not measured."""
         self._num_steps += count
-
-    def catching_up(self, num_rows: int) -> float:
-        """Expected seconds of drafting that computes postponed entries first; 0 without measurements."""
-        return self._catching_up.at(_size(num_rows), self._since) or 0.0
 
     @property
     def _since(self) -> int:
@@ -235,45 +238,89 @@ def _between(sizes: list[int], at: int, value: Callable[[int], float | None]) ->
     return low + (high - low) * share
 
 
-class NetGain:
-    """The seconds that drafts gained recently in steps of decodes, minus those that they cost in steps with prompts,
-    where the drafter computes the prompts too and verification adds tokens to a step that is long anyway.
+class _Pace:
+    """Sums over blocks of steps: the seconds in which plain steps would have had their tokens, and those they took."""
 
-    If the sum is negative, drafting is stopped, for the seconds over which it was summed times a growing factor.
+    __slots__ = ("plain", "seconds")
+
+    def __init__(self) -> None:
+        self.plain = self.seconds = 0.0
+
+    def add(self, plain: float, seconds: float, remembered: float) -> None:
+        self.plain = remembered * self.plain + plain
+        self.seconds = remembered * self.seconds + seconds
+
+    @property
+    def value(self) -> float:
+        """The pace relative to the expected one of plain steps; 0 before the first block."""
+        return self.plain / self.seconds if self.seconds else 0.0
+
+
+class DraftGate:
+    """Decides in blocks of steps whether a model drafts, by the measured pace of blocks with drafts and without.
+
+    Between blocks in which drafts pay, a block without drafts measures plain steps now and then. Where drafts do not
+    pay, a try of one block is made whenever no debt is left. What blocks with drafts lose is a debt; what they gain
+    and a small share of the time without drafts repay it. So that share bounds the time that drafts lose.
     """
 
     def __init__(self) -> None:
-        self._net, self._seconds, self._steps = 0.0, 0.0, 0
-        """Sums over the steps since drafting began, or since the older half was dropped."""
-        self._left = 0.0
-        """Seconds for which drafting remains stopped."""
-        self._factor = _FIRST_STOP
+        self.is_open = True
+        """Whether the model drafts. Otherwise it takes no part in steps, and stores nothing of prompts."""
+        self.is_trying = False
+        """Whether this block is a try, in which sequences draft whose drafts are not expected to pay."""
+        self._paces: dict[int, tuple[_Pace, _Pace]] = {}
+        """Paces with drafts and without, by the exponent of the next power of two of the mean number of rows."""
+        self._debt = 0.0
+        """Seconds that drafting has lost and nothing has repaid."""
+        self._num_open_blocks = 0
+        """Number of successive blocks with drafts."""
+        self._begin()
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether drafting is stopped: no sequence drafts, and the drafter computes no prompts."""
-        return self._left > 0.0
+    def _begin(self) -> None:
+        self._num_steps = self._num_rows = 0
+        self._block = _Pace()
 
-    def note(self, seconds: float, gained: float, *, has_prompts: bool) -> None:
-        """Count a step that took `seconds`, in which drafts gained `gained` seconds; negative if they cost time."""
-        if self._left > 0.0:
-            self._left -= seconds if has_prompts else _WITHOUT_PROMPTS * seconds
-            return
-        self._net += gained
-        self._seconds += seconds
-        self._steps += 1
-        is_long = self._steps >= _STEPS_JUDGED
-        if not is_long and (self._steps < _STEPS_JUDGED_AGAIN or self._factor == _FIRST_STOP):
-            return
-        if self._net < -(_LEAST_LOSS if is_long else _LARGE_LOSS) * self._seconds:
-            self._left = min(self._factor * self._seconds, _LONGEST_STOP_SECONDS)
-            self._factor = min(2.0 * self._factor, _LONGEST_STOP)
-            self._net = self._seconds = 0.0
-            self._steps = 0
-        elif is_long:
-            if self._net > 0.0:
-                self._factor = _FIRST_STOP
-            self._net, self._seconds, self._steps = 0.5 * self._net, 0.5 * self._seconds, self._steps // 2
+    def note(self, num_rows: int, seconds: float, plain: float, num_steps: int = 1) -> None:
+        """Count a step, or `num_steps` equal ones: its rows, its duration, and that of plain steps for its tokens.
+
+        `plain` is 0 if it is not known.
+        """
+        self._num_steps += num_steps
+        self._num_rows += num_steps * num_rows
+        if plain:
+            self._block.add(num_steps * plain, num_steps * seconds, 1.0)
+        if not self.is_open:
+            self._debt = max(0.0, self._debt - _DEBT_REPAID * num_steps * seconds)
+        if self._num_steps >= _BLOCK_STEPS:
+            self._end_block()
+
+    def reject(self) -> None:
+        """End a try because its drafts would not pay even if they were accepted."""
+        self.is_open = self.is_trying = False
+        self._debt += _DEBT_REPAID * _REJECTED_SECONDS
+        self._begin()
+
+    def _end_block(self) -> None:
+        size = (-(-self._num_rows // self._num_steps) - 1).bit_length()
+        with_drafts, without = self._paces.setdefault(size, (_Pace(), _Pace()))
+        block = self._block
+        if self.is_open:
+            self._num_open_blocks += 1
+            if without.value:
+                with_drafts.add(block.plain, block.seconds, _WITH_REMEMBERED)
+                self._debt = max(0.0, self._debt + block.seconds - block.plain / without.value)
+        else:
+            self._num_open_blocks = 0
+            without.add(block.plain, block.seconds, _WITHOUT_REMEMBERED)
+        pace = with_drafts.value / without.value if without.value else 0.0
+        is_gaining = pace >= (_LEAST_PACE if self.is_open and not self.is_trying else _OPENING_PACE)
+        if self.is_open:
+            self.is_open = is_gaining and self._num_open_blocks < _BLOCKS_PER_CHECK
+        else:
+            self.is_open = without.value > 0.0 and (is_gaining or not self._debt)
+        self.is_trying = self.is_open and not is_gaining
+        self._begin()
 
 
 class _Record:
@@ -296,8 +343,8 @@ class DraftPlan:
     """Chooses the number of drafts of each sequence, at most `max_drafts`."""
 
     def __init__(self, max_drafts: int, *, by_model: bool = False) -> None:
-        """`by_model`: a model drafts; more of its drafts are accepted if it stored hidden states before."""
-        self.costs, self.net_gain = StepCosts(), NetGain()
+        """`by_model`: a model drafts, which takes part in steps without drafts too."""
+        self.costs, self.gate = StepCosts(), DraftGate()
         self._max_drafts, self._by_model = max_drafts, by_model
         self._rate = _FIRST_RATE
         """Recent acceptance rate of all sequences."""
@@ -313,143 +360,100 @@ class DraftPlan:
         self._num_tries = 0
         self._trying: set[int] = set()
         """Sequences without drafts that try some in the next step."""
-        self._tried: set[int] = set()
-        """Sequences whose try the next step verifies in several rounds, so that they draft in all of these."""
-        self._num_rounds = 1
-        """The most rounds of a step."""
         self._has_drafts = True
         """Whether the plan has drafts for any sequence."""
-        self._is_awaited = False
-        """Whether drafting begins as soon as the drafter has stored enough steps."""
-        self._num_kept = KEPT_STEPS
-        """Number of successive steps that the drafter has stored, up to a limit."""
         self._is_plain = False
         """Whether the next step has no drafts, so that its cost is measured."""
         self._steps_left, self._interval = 0, _STEPS_PER_PLAN
         self._planned_size = 0
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no known sequence has drafts for now."""
-        return self._is_plain or self.net_gain.is_stopped or not (self._trying or self._tried or self._has_drafts)
+    def is_stopped(self) -> bool:
+        """Whether a model drafts in general but not in these steps, in which it also stores nothing."""
+        return self._by_model and not self.gate.is_open
 
     @property
-    def is_keeping(self) -> bool:
-        """Whether the drafter should store the hidden states of the next step."""
-        return self._num_kept > 0 and not self.net_gain.is_stopped
+    def is_idle(self) -> bool:
+        """Whether no known sequence has drafts for now."""
+        return self.is_stopped or self._is_plain or not (self._trying or self._has_drafts or self.gate.is_trying)
 
     def limit(self, seq: Sequence) -> int:
         """The most drafts of a sequence for now."""
-        if self._is_plain or self.net_gain.is_stopped:
+        if self.is_stopped or self._is_plain:
             return 0
-        if seq.id in self._trying or seq.id in self._tried:
+        if seq.id in self._trying:
             return self._try_depth
         record = self._records.get(seq.id)
-        return self._first_limit if record is None else record.limit
+        limit = self._first_limit if record is None else record.limit
+        return max(limit, self._try_depth) if self.gate.is_trying else limit
 
     def note_step(
-        self, num_rows: int, num_tokens: int, seconds: float, *, is_kept: bool = False, has_drafted: bool = False
-    ) -> None:
-        """Record the duration of a step of decodes, including drafting if `has_drafted`.
-
-        `is_kept`: the step was followed by no drafting, but the drafter stored its hidden states.
-        """
-        if has_drafted:
-            self.costs.note_drafting_step(num_tokens, seconds)
-        elif is_kept and num_tokens == num_rows:
-            self.costs.note_kept_step(num_tokens, seconds)
-        else:
-            self.costs.note_step(num_tokens, seconds)
-
-    def note_gain(
         self,
         batch: ScheduledBatch,
         seconds: float,
-        num_accepted: int,
-        drafting_seconds: float,
+        num_generated: int,
         *,
-        has_drafted: bool = False,
-        are_prompts_left: bool = False,
         num_rounds: int = 1,
+        num_steps: int = 1,
+        draft_seconds: float = 0.0,
+        has_drafted: bool = False,
     ) -> None:
-        """Record the gain or cost of drafts in a step that took `seconds`, which include `drafting_seconds`.
+        """Record the duration of a step, which stands for `num_steps` that are alike; it includes `draft_seconds`.
 
-        A step of several rounds took as long in each of them, and `num_accepted` is the sum over them.
-
-        `has_drafted`: as in `note_step`: drafts were made in the step itself, and `drafting_seconds` excludes their
-        time. `are_prompts_left`: whether the next step computes a further part of a prompt.
+        `num_generated`: the tokens of its decodes, in all of its rounds. `has_drafted`: drafts were made in the step
+        itself, and `draft_seconds` excludes their time.
         """
-        if self.net_gain.is_stopped:
-            self.net_gain.note(seconds, 0.0, has_prompts=batch.total_seqs_num_prefill > 0)
-            return
         num_rows, num_drafts = batch.total_seqs_num_decode, sum(map(len, batch.scheduled_spec_decode_tokens.values()))
-        if batch.total_seqs_num_prefill or not num_rows:
-            # In such a step a draft takes as long as a prompt token. An accepted one saves its row's share of a later
-            # step, or, if prompts fill the later steps too, only as much time as it has taken.
-            per_token = max(0.0, seconds - drafting_seconds) / max(1, batch.total_tokens_num)
-            saved = per_token
-            if num_rows and not are_prompts_left:
-                saved = max(saved, self.costs.step(num_rows) / num_rows)
-            gained = num_accepted * saved - num_drafts * per_token - drafting_seconds
-        elif num_drafts or drafting_seconds or has_drafted:
-            plain = self.costs.step(num_rows)
-            lost = self.costs.with_drafting(num_rows + num_drafts, 0, 0) + min(
-                drafting_seconds, _MOST_DRAFTING * plain
-            )
-            gained = plain * (num_rounds + num_accepted / num_rows) - num_rounds * lost
-        else:
-            gained = 0.0
-        self.net_gain.note(num_rounds * seconds, gained, has_prompts=batch.total_seqs_num_prefill > 0)
+        num_prompt_tokens = batch.total_tokens_num - num_rows - num_drafts
+        takes_part = self._by_model and bool(batch.num_next_drafts)
+        is_plain = not (takes_part or num_drafts)
+        if num_prompt_tokens:
+            seconds_of_model = seconds - draft_seconds
+            self.costs.note_prompts(num_rows + num_drafts, num_prompt_tokens, seconds_of_model, is_plain=is_plain)
+        elif has_drafted:
+            self.costs.note_drafting_step(batch.total_tokens_num, seconds / num_rounds)
+        elif num_drafts or not takes_part:
+            self.costs.note_step(batch.total_tokens_num, seconds / num_rounds - draft_seconds)
+        if self._by_model:
+            plain = self.costs.plain_seconds(num_rows, num_generated, num_prompt_tokens)
+            self.gate.note(batch.total_seqs_num, seconds / num_rounds, plain / num_rounds, num_rounds * num_steps)
 
-    def plan(self, seqs: Rows[Sequence], room: int, num_steps: int = 1, num_rounds: int = 1) -> None:
+    def plan(self, seqs: Rows[Sequence], room: int, num_steps: int = 1) -> None:
         """Plan the drafts of a step's sequences, at most `room` in total, and of the next steps.
 
-        `num_steps`: number of steps since the last plan, this one included; see `num_unplanned`. `num_rounds`: the
-        most rounds of a step.
+        `num_steps`: number of steps since the last plan, this one included; see `num_unplanned`.
         """
         self._is_plain = False
-        self._num_rounds = num_rounds
-        # Later rounds of a try show the acceptance rate and the costs of continued drafting.
-        self._tried = self._trying if num_rounds > 1 and len(self._trying) == len(seqs) else set()
+        self._trying.clear()
         self._steps_left -= num_steps
         if num_steps > 1:
             self.costs.pass_steps(num_steps - 1)
-        if self.net_gain.is_stopped:
-            # Stored hidden states are of no use after steps that are not stored.
-            self._has_drafts, self._is_awaited, self._num_kept, self._trying = False, False, 0, set()
-            self._tried = set()
-            self._first_limit, self._steps_left, self._planned_size = 0, _MOST_STEPS_PER_IDLE_PLAN, 0
-            return
-        # A few steps, or a few new or ended sequences, hardly change the best number of drafts.
-        if self._steps_left <= 0 or _size(len(seqs)) != self._planned_size:
+        if not self.is_stopped and (self._steps_left <= 0 or _size(len(seqs)) != self._planned_size):
+            # A few steps, or a few new or ended sequences, hardly change the best number of drafts.
             self._decide(seqs, room)
-        is_near = False
-        if self._try_cost is not None:
+            if self.gate.is_trying and self._try_cost is None:
+                self.gate.reject()
+        if self.is_stopped:
+            self._has_drafts, self._first_limit = False, 0
+            self._steps_left, self._planned_size = _MOST_STEPS_PER_IDLE_PLAN, 0
+        elif self._try_cost is not None:
             self._try_credit = min(self._try_credit + num_steps * self._try_share, self._try_cost)
-            is_near = self._try_cost - self._try_credit <= KEPT_STEPS * self._try_share
-        if is_near or self._has_drafts or self._is_awaited or self._tried:
-            self._num_kept = min(self._num_kept + 1, KEPT_STEPS)
-        else:
-            self._num_kept = 0
-        if self._trying:
-            self._trying = set()
-        if is_near and self._try_credit == self._try_cost and (self._num_kept == KEPT_STEPS or not self._by_model):
-            self._try(seqs)
+            if self._try_credit == self._try_cost:
+                self._try(seqs)
 
     @property
     def num_unplanned(self) -> int:
         """Number of steps after the planned one that need no plan while the number of rows is the same.
 
-        In these steps nothing is drafted, and the drafter stores nothing.
+        In these steps nothing is drafted, and a drafter stores nothing.
         """
-        if self._num_kept or self._is_awaited or not self.is_idle:
+        if self.is_stopped:
+            return self._steps_left - 1
+        if self._by_model or not self.is_idle:
             return 0
         steps = self._steps_left - 1
-        if self.net_gain.is_stopped:
-            return steps
         if self._try_cost is not None:
-            until_kept = (self._try_cost - self._try_credit) / self._try_share - KEPT_STEPS
-            steps = min(steps, int(until_kept) - 1)
+            steps = min(steps, int((self._try_cost - self._try_credit) / self._try_share) - 1)
         return max(0, steps)
 
     def _decide(self, seqs: Rows[Sequence], room: int) -> None:
@@ -457,7 +461,7 @@ class DraftPlan:
         num_rows = len(seqs)
         records = [self._record(seq) for seq in seqs]
         rates = [self._rate if record.rate is None else record.rate for record in records]
-        self._is_plain = not self.costs.is_recent(num_rows)
+        self._is_plain = not self._by_model and not self.costs.is_recent(num_rows)
         plain = self.costs.step(num_rows)
         best, limits = _LEAST_GAIN, [0] * num_rows
         best_try, self._try_cost = _LEAST_GAIN, None
@@ -483,10 +487,6 @@ class DraftPlan:
             gain = math.exp(progress / num_rows) * (plain / seconds if plain else 1.0)
             if gain > best:
                 best, limits = gain, chosen
-        steps_to_keep = KEPT_STEPS - self._num_kept if self._by_model else 0
-        self._is_awaited = steps_to_keep > 0 and any(limits)
-        if self._is_awaited:
-            limits = [0] * num_rows
         is_new = _size(num_rows) != self._planned_size
         for record, limit in zip(records, limits, strict=True):
             is_new |= record.limit != limit
@@ -495,7 +495,7 @@ class DraftPlan:
         self._planned_size = _size(num_rows)
         most = _MOST_STEPS_PER_PLAN if self._has_drafts else _MOST_STEPS_PER_IDLE_PLAN
         self._interval = _STEPS_PER_PLAN if is_new else min(2 * self._interval, most)
-        self._steps_left = steps_to_keep if self._is_awaited else self._interval
+        self._steps_left = self._interval
         # A new sequence has the average number of drafts of the others.
         self._first_limit = max(1, round(sum(limits) / num_rows)) if self._has_drafts else 0
 
@@ -504,11 +504,7 @@ class DraftPlan:
         self._try_depth = depth
         self._try_rows = max(1, min(num_rows, room // depth, _TRYING_ROWS if self._by_model else num_rows))
         seconds = self.costs.step(num_rows + min(room, self._try_rows * depth))
-        seconds += self.costs.catching_up(self._try_rows) or self.costs.drafting(self._try_rows, depth)
-        seconds += KEPT_STEPS * self.costs.keeping(num_rows)
-        if self._num_rounds > 1 and self._try_rows == num_rows:
-            further = self.costs.with_drafting(num_rows * (1 + depth), num_rows, depth)
-            seconds += (self._num_rounds - 1) * max(0.0, further - plain)
+        seconds += self.costs.drafting(self._try_rows, depth)
         self._try_cost = max(0.0, seconds / plain - 1.0) if plain else 0.0
 
     def _try(self, seqs: Rows[Sequence]) -> None:

@@ -77,9 +77,8 @@ class Drafts:
         without a drafter: `take` need not be called for a step without drafts."""
         self._pause_length, self._paused_rows = 0, 0
         """The pause's initial length, and the number of rows for which it is valid."""
-        self._is_stopped, self._stopped_seconds = False, [0.0, 0.0]
-        """Whether drafting is stopped in this pause, and the duration of the pause's steps that `NetGain` has not
-        counted: those without prompts, and those with prompts."""
+        self._num_unmeasured = 0
+        """Number of steps since the last one that was measured."""
         self._match_lengths: tuple[int, int] | None = None
         """The fewest tokens that must match in a lookup, and the most compared; None if the runner drafts."""
         if speculative is not None and getattr(speculative, "speculative_method", None) == "ngram":
@@ -91,6 +90,8 @@ class Drafts:
         """Seconds of drafting in the step that was read last."""
         self._num_accepted = 0
         """Number of drafts accepted in that step."""
+        self._num_verified_rows = 0
+        """Number of rows of that step that got a token, summed over its rounds if the step had several."""
         self.num_rounds_read = 1
         """Number of rounds of that step."""
         self._began, self._schedule_seconds = 0.0, 0.0
@@ -126,13 +127,8 @@ class Drafts:
             self.pause_left -= 1
             return
         num_steps = 1 + self._pause_length - self.pause_left
-        if self._is_stopped:
-            for has_prompts, seconds in enumerate(self._stopped_seconds):
-                if self.plan.net_gain.is_stopped:
-                    self.plan.net_gain.note(seconds, 0.0, has_prompts=bool(has_prompts))
-            self._stopped_seconds = [0.0, 0.0]
         room = max(0, min(budget, self._max_sampled) - len(seqs))
-        self.plan.plan(seqs, room, num_steps, self.num_rounds)
+        self.plan.plan(seqs, room, num_steps)
         is_suspended = self._suspended_steps > 0
         self._suspended_steps = max(0, self._suspended_steps - num_steps)
         if self._match_lengths is not None:
@@ -150,7 +146,6 @@ class Drafts:
         self.pause_left = self._pause_length = 0 if self._has_proposed else self.plan.num_unplanned
         if self.pause_left:
             self._draft_seconds, self._num_accepted, self.num_rounds_read = 0.0, 0, 1
-        self._is_stopped = self.plan.net_gain.is_stopped
         self._paused_rows = len(seqs)
 
     def is_idle(self, seqs: Rows[Sequence]) -> bool:
@@ -183,7 +178,7 @@ class Drafts:
         self._schedule_seconds = time.perf_counter() - self._began
         if self._suspended_steps:
             return [0] * len(seqs)
-        if self.pause_left or not self.plan.is_keeping:
+        if self.pause_left or self.plan.is_stopped:
             return []
         if not is_current:
             return [0] * len(seqs)
@@ -196,7 +191,7 @@ class Drafts:
         """As `num_next`, for the prompts of an interposed step, whose sequences draft from their next step on."""
         if not self._drafts_by_model:
             return None
-        return [] if self.pause_left or not self.plan.is_keeping else [0] * num_rows
+        return [] if self.pause_left or self.plan.is_stopped else [0] * num_rows
 
     def _next_limit(self, seq: Sequence) -> int:
         return self._limit(seq, seq.num_useful_drafts - 1)
@@ -255,7 +250,8 @@ class Drafts:
         that got no token because of their drafts; KV in their last blocks may be invalid.
         """
         without_token: list[Sequence] = []
-        self._draft_seconds, self._num_accepted, self.num_rounds_read = 0.0, 0, fwd_output.num_rounds
+        self._draft_seconds, self._num_accepted, self._num_verified_rows = 0.0, 0, 0
+        self.num_rounds_read = fwd_output.num_rounds
         proposed, failed = fwd_output.draft_token_ids or {}, {*(fwd_output.errors or ()), *(fwd_output.refusals or ())}
         work, rounds = fwd_output.draft_work, fwd_output.verified_drafts
         if work is not None:
@@ -271,6 +267,7 @@ class Drafts:
             if seq.id not in computed:
                 seq.spec_token_ids = proposed.get(seq.id, [])
             if rounds is not None and seq.id not in failed:
+                self._num_verified_rows += len(rounds[seq.id])
                 for num_drafts, num_accepted in rounds[seq.id]:
                     if num_drafts:
                         self._note_verified(seq, num_drafts, num_accepted)
@@ -294,44 +291,29 @@ class Drafts:
         self._num_accepted += num_accepted
         self.plan.note(seq, num_drafts, num_accepted)
 
-    def note_duration(
-        self,
-        batch: ScheduledBatch,
-        seconds: float,
-        *,
-        drafts_on_device: bool = False,
-        are_prompts_left: bool = False,
-    ) -> None:
-        """Record the duration of the step that was read last; it includes drafting if `drafts_on_device`.
-
-        `are_prompts_left`: whether the next step computes a further part of a prompt.
-        """
+    def note_duration(self, batch: ScheduledBatch, seconds: float, *, drafts_on_device: bool = False) -> None:
+        """Record the duration of the step that was read last; it includes drafting if `drafts_on_device`."""
         if not self.are_on:
             return
-        if self.pause_left:
-            if self._is_stopped:
-                self._stopped_seconds[batch.total_seqs_num_prefill > 0] += seconds
-            if self.pause_left % _MEASURED_EVERY:
-                return
-        has_drafted = drafts_on_device and any(batch.num_next_drafts)
-        rounds = self.num_rounds_read
-        seconds /= rounds
-        if not self.pause_left:
-            self.plan.note_gain(
-                batch,
-                seconds,
-                self._num_accepted,
-                self._draft_seconds,
-                has_drafted=has_drafted,
-                are_prompts_left=are_prompts_left,
-                num_rounds=rounds,
-            )
-        if batch.total_seqs_num_decode and not batch.total_seqs_num_prefill:
-            self._round_seconds = seconds
-            seconds += self._schedule_seconds / rounds - self._draft_seconds
-            is_kept = self._drafts_by_model and bool(batch.num_next_drafts) and not any(batch.num_next_drafts)
-            sizes = batch.total_seqs_num_decode, batch.total_tokens_num
-            self.plan.note_step(*sizes, seconds, is_kept=is_kept, has_drafted=has_drafted)
+        self._num_unmeasured += 1
+        if self.pause_left % _MEASURED_EVERY:
+            return
+        num_rows, rounds = batch.total_seqs_num_decode, self.num_rounds_read
+        if num_rows and not batch.total_seqs_num_prefill:
+            self._round_seconds = seconds / rounds
+        was_stopped = self.plan.is_stopped
+        self.plan.note_step(
+            batch,
+            seconds + self._schedule_seconds,
+            self._num_accepted + (self._num_verified_rows if rounds > 1 else num_rows),
+            num_rounds=rounds,
+            num_steps=self._num_unmeasured,
+            draft_seconds=self._draft_seconds,
+            has_drafted=drafts_on_device and any(batch.num_next_drafts),
+        )
+        self._num_unmeasured = 0
+        if self.plan.is_stopped is not was_stopped:
+            self.pause_left = self._pause_length = 0
 
     def forget(self, seq: Sequence) -> None:
         """Free the state of a finished sequence."""

@@ -19,7 +19,7 @@ from engine.runner.kv_cache import LayerCaches
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.speculative.adaptive import DraftPlan, NetGain, StepCosts
+from engine.speculative.adaptive import DraftGate, DraftPlan, StepCosts
 from models.attention.triton import TritonAttentionBackend
 from models.ops.triton.grids import most_pieces_within, num_pieces
 from tests.parity.ahead import Ahead, answers, waiting
@@ -43,9 +43,9 @@ __all__ = ["checkpoint", "triton_kernels"]
 @pytest.fixture(autouse=True)
 def tables_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Block tables are on the device, and the plan, which knows no costs, always gives drafts."""
-    for name in ("note_step", "note_kept_step", "note_drafting", "note_drafting_step"):
-        monkeypatch.setattr(StepCosts, name, lambda *_: None)
-    monkeypatch.setattr(NetGain, "note", lambda *_, **__: None)
+    for name in ("note_step", "note_prompts", "note_drafting", "note_drafting_step"):
+        monkeypatch.setattr(StepCosts, name, lambda *_, **__: None)
+    monkeypatch.setattr(DraftGate, "note", lambda *_, **__: None)
     monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturedTorchBackend())
 
 

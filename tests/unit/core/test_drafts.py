@@ -84,12 +84,13 @@ def test_while_drafts_do_not_pay_a_change_of_rows_ends_a_pause_without_plans(mon
     mine, seqs = drafts(speculative_method="eagle"), running(2)
     for num_tokens, seconds in ((1, 1.0), (2, 1.0), (3, 9.0)):
         mine.plan.costs.note_step(num_tokens, seconds)
+    mine.plan.gate.reject()
     planned: list[int] = []
     plan = mine.plan.plan
 
-    def counted(rows: list[Sequence], room: int, num_steps: int, num_rounds: int) -> None:
+    def counted(rows: list[Sequence], room: int, num_steps: int) -> None:
         planned.append(num_steps)
-        plan(rows, room, num_steps, num_rounds)
+        plan(rows, room, num_steps)
 
     monkeypatch.setattr(mine.plan, "plan", counted)
     for step in range(1, 301):
@@ -104,24 +105,24 @@ def test_while_drafts_do_not_pay_a_change_of_rows_ends_a_pause_without_plans(mon
     assert planned[num_plans:] == [1 + num_paused], "the steps of the pause count"
 
 
-def test_the_time_of_paused_steps_counts_towards_the_end_of_a_stop() -> None:
+def test_paused_steps_count_although_few_are_measured() -> None:
     mine, seqs = drafts(speculative_method="eagle"), running(2)
-    gain = mine.plan.net_gain
-    while not gain.is_stopped:
-        gain.note(1.0, -1.0, has_prompts=True)
-    left = gain._left
-    for prompts, seconds in ((0, 1.0), (1, 3.0)):
-        for _ in range(10):
-            assert proposed(mine, seqs) == [[], []]
-            batch: Any = SimpleNamespace(total_seqs_num_prefill=prompts, total_seqs_num_decode=2, total_tokens_num=2)
-            batch.num_next_drafts, batch.scheduled_spec_decode_tokens = [], {}
-            mine.note_duration(batch, seconds)
+    plan = mine.plan
+    plan.gate.reject()
+    left = plan.gate._debt
+    batch = ScheduledBatch({seq.id: seq for seq in seqs}, [1, 1], 2, 0, 2, 2, 0, 2, num_next_drafts=[])
+    for _ in range(17):
+        mine.begin_step()
+        assert proposed(mine, seqs) == [[], []]
+        assert mine.num_next(seqs, 2) == []
+        mine.note_duration(batch, 0.01)
     assert mine.pause_left > 0
-    proposed(mine, seqs[:1])
-    assert gain._left == pytest.approx(left - 10 * 8 * 1.0 - 10 * 3.0), "steps without prompts count eightfold"
-    mine.note_duration(batch, left)
-    proposed(mine, seqs)
-    assert not gain.is_stopped
+    assert plan.gate._debt == pytest.approx(left - 17 * 0.01 * 0.005, rel=0.01)
+    for _ in range(80):
+        proposed(mine, seqs)
+        mine.note_duration(batch, 0.1)
+    assert not plan.is_stopped
+    assert not mine.pause_left
 
 
 def scheduler(**fields: Any) -> Scheduler:
@@ -252,5 +253,7 @@ def test_the_seconds_of_a_step_count_for_each_of_its_rounds() -> None:
         {0: (1, 2), 1: (1, 2)}, num_rounds=2, verified_drafts={0: [(0, 0), (0, 0)], 1: [(0, 0), (0, 0)]}
     )
     mine.take(seqs, output, {})
-    mine.note_duration(ScheduledBatch({seq.id: seq for seq in seqs}, [1, 1], 2, 0, 2, 2, 0, 2, num_spec_step=3), 0.5)
-    assert mine.plan.costs.step(2) == pytest.approx(0.25)
+    batch = ScheduledBatch({seq.id: seq for seq in seqs}, [2, 2], 4, 0, 4, 2, 0, 2, num_spec_step=3)
+    batch.scheduled_spec_decode_tokens = {0: [1], 1: [1]}
+    mine.note_duration(batch, 0.5)
+    assert mine.plan.costs.step(4) == pytest.approx(0.25)
