@@ -1,8 +1,8 @@
-"""Ten heavy owners, each with another kind of load, in a process of their own; and the share of an owner among them.
+"""Heavy owners in a process of their own, and the share of an owner among them.
 
-`python -m tests.chaos.heavy_loads URL MODEL KEYS...` sends without end, the N-th key the N-th kind of load from four
-clients, each as soon as the previous answer has arrived. It runs at the lowest priority, so that clients do not take
-the server's processor time.
+`python -m tests.chaos.heavy_loads URL MODEL LOADS KEYS...` sends without end, the N-th key the N-th of the loads named
+in `LOADS`, separated by commas, from four clients, each as soon as the previous answer has arrived. With more keys
+than loads it begins again. It runs at the lowest priority, so that clients do not take the server's processor time.
 """
 
 import asyncio
@@ -99,31 +99,23 @@ class _Client:
         await asyncio.sleep(0.05)
         return 200
 
-    def loads(self) -> list[Callable[[], Awaitable[int]]]:
-        return [
-            self.long_prompts,
-            self.choices,
-            self.answers,
-            self.long_answers,
-            self.cancelled_answers,
-            self.schemas,
-            self.background_responses,
-            self.slow_readers,
-            self.short_requests,
-            self.connections,
-        ]
+
+LOADS: dict[str, Callable[[_Client], Awaitable[int]]] = {
+    name: load for name, load in vars(_Client).items() if not name.startswith("_")
+}
+"""The kinds of load by name."""
 
 
-async def _send(url: str, model: str, keys: Sequence[str]) -> None:
+async def _send(url: str, model: str, names: Sequence[str], keys: Sequence[str]) -> None:
     async def send(number: int, client: int) -> None:
         headers = {"Authorization": f"Bearer {keys[number]}"}
         options: dict[str, Any] = {"timeout": START_SECONDS, "verify": PLAIN_HTTP, "headers": headers}
         async with httpx.AsyncClient(base_url=url, **options) as http:
-            loads = _Client(http, model, f"{number} {client}").loads()
-            load = loads[number % len(loads)]
+            sender = _Client(http, model, f"{number} {client}")
+            load = LOADS[names[number % len(names)]]
             while True:
                 try:
-                    status = await load()
+                    status = await load(sender)
                 except (httpx.HTTPError, OSError):
                     status = 429
                 if status == 429:
@@ -133,10 +125,11 @@ async def _send(url: str, model: str, keys: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def sent_to(server: ChaosServer, model: str, keys: Sequence[str]) -> Iterator[None]:
-    """Run the ten loads during the block."""
+def sent_to(server: ChaosServer, model: str, loads: Sequence[str], keys: Sequence[str]) -> Iterator[None]:
+    """Send the loads during the block."""
     root = Path(__file__).parents[2]
-    process = subprocess.Popen([sys.executable, "-m", __spec__.name, server.url, model, *keys], cwd=root)
+    command = [sys.executable, "-m", __spec__.name, server.url, model, ",".join(loads), *keys]
+    process = subprocess.Popen(command, cwd=root)
     try:
         yield
         assert process.poll() is None, "the heavy clients ended"
@@ -202,4 +195,4 @@ class FairShare(NamedTuple):
 
 if __name__ == "__main__":
     os.nice(19)
-    asyncio.run(_send(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    asyncio.run(_send(sys.argv[1], sys.argv[2], sys.argv[3].split(","), sys.argv[4:]))

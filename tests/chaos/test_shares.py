@@ -1,6 +1,8 @@
-"""A light key with ten heavy ones, each with another kind of load: its first tokens, and its share, in figures."""
+"""A light key next to ten heavy ones, by what these send: its first tokens, and its share, in figures."""
 
 import asyncio
+import itertools
+import math
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.checkpoints import write
-from tests.chaos.heavy_loads import FairShare, prompt, sent_to
+from tests.chaos.heavy_loads import LOADS, FairShare, prompt, sent_to
 from tests.chaos.test_fairness import SHAPE
 from tests.chaos.test_owners import HEAVY, VICTIM, Owners, Stream, attack, stream
 from tests.e2e.kaon_server import MODEL
@@ -30,31 +32,56 @@ def light_and_heavy(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
         running.server.end()
 
 
-SECONDS = 20
-REQUESTS = 60
-"""The least number of requests next to the heavy keys: fewer have no 99th percentile."""
-PAUSE_SECONDS = 0.2
-"""Seconds between two requests: an owner that asks more often is not light."""
-STREAMS = 8
+REQUESTS = 300
+"""Requests of the light key alone and next to each mix. Three are above the 99th percentile."""
+PAUSE_SECONDS = 0.05
+"""Seconds between two of its requests."""
+PROMPT_WORDS = 20
+STREAMS, STREAM_SECONDS = 8, 4
+
+MIXES: dict[str, tuple[str, ...]] = {
+    "long prompts": ("long_prompts",),
+    "8 choices": ("choices",),
+    "outputs": ("answers", "long_answers", "cancelled_answers", "short_requests"),
+    "grammars": ("schemas",),
+    "background": ("background_responses",),
+    "slow readers": ("slow_readers",),
+    "connections": ("connections",),
+    "all ten": tuple(LOADS),
+}
+
+
+class Ttfts(list[float]):
+    """TTFTs in seconds."""
+
+    def quantile(self, part: float) -> float:
+        """The least value that this part of all values does not exceed."""
+        return sorted(self)[math.ceil(part * len(self)) - 1]
+
+    def __str__(self) -> str:
+        return (
+            f"p50 {1e3 * self.quantile(0.5):5.1f} p99 {1e3 * self.quantile(0.99):5.1f} max {1e3 * max(self):5.1f} ms"
+        )
 
 
 async def test_a_light_key_is_served_next_to_ten_heavy_ones(light_and_heavy: Owners) -> None:
-    """The heavy keys' loads are those of tests/chaos/heavy_loads.py."""
+    """All requests of the light key are admitted, whatever the heavy keys send."""
     owners, server = light_and_heavy, light_and_heavy.server
+    numbers = itertools.count()
 
-    async def ask(number: int) -> Stream:
+    async def ask() -> float:
         await asyncio.sleep(PAUSE_SECONDS)
         # Answers to such prompts begin with special tokens: without their text no event would have the first token.
-        body = {**VICTIM, "prompt": prompt(60, number), "max_tokens": 5, "skip_special_tokens": False}
-        return await stream(light, body)
+        text = prompt(PROMPT_WORDS, next(numbers))
+        return (await stream(light, {**VICTIM, "prompt": text, "max_tokens": 5, "skip_special_tokens": False})).ttft
 
     async def share_of_long_streams(competitors: int) -> FairShare:
         body = {**VICTIM, "max_tokens": 3000}
-        work = [stream(light, {**body, "prompt": prompt(20, 5000 + number)}) for number in range(STREAMS)]
+        work = [stream(light, {**body, "prompt": prompt(PROMPT_WORDS, next(numbers))}) for _ in range(STREAMS)]
         async with attack(*(ended(each) for each in work)):
-            await asyncio.sleep(2)
+            await asyncio.sleep(1)
             before, begin = server.metrics(), time.monotonic()
-            await asyncio.sleep(8)
+            await asyncio.sleep(STREAM_SECONDS)
             after, seconds = server.metrics(), time.monotonic() - begin
         return FairShare.between(before, after, "light", streams=STREAMS, owners=1 + competitors, seconds=seconds)
 
@@ -62,25 +89,16 @@ async def test_a_light_key_is_served_next_to_ten_heavy_ones(light_and_heavy: Own
         await work
 
     async with owners.client("light") as light:
-        for number in range(5):
-            await ask(number)
-        alone = sorted([(await ask(100 + number)).ttft for number in range(60)])
-        share_alone = await share_of_long_streams(0)
-        with sent_to(server, MODEL, [owners.keys[name] for name in HEAVY]):
-            await asyncio.sleep(4)
-            loaded: list[Stream] = []
-            end = time.monotonic() + SECONDS
-            while time.monotonic() < end or len(loaded) < REQUESTS:
-                loaded.append(await ask(1000 + len(loaded)))
-            share = await share_of_long_streams(len(HEAVY))
-    ttfts = sorted(each.ttft for each in loaded)
-    median, p99 = ttfts[len(ttfts) // 2], ttfts[int(0.99 * len(ttfts))]
-    median_alone, p99_alone = alone[len(alone) // 2], alone[int(0.99 * len(alone))]
-    rate = (share.tokens / share.seconds) / (share_alone.tokens / share_alone.seconds)
-    print(
-        f"fairness: all {len(loaded)} requests of the light key were admitted next to ten heavy ones; TTFT median "
-        f"{median:.3f} s, p99 {p99:.3f} s ({median_alone:.3f}, {p99_alone:.3f} alone: {median / median_alone:.2f} and "
-        f"{p99 / p99_alone:.2f} times); longest gap {max(each.longest_gap for each in loaded):.2f} s; {share}, "
-        f"{rate:.1%} of what they get alone"
-    )
-    assert share.tokens
+        for _ in range(20):
+            await ask()
+        alone = Ttfts([await ask() for _ in range(REQUESTS)])
+        print(f"light key alone: {alone}")
+        for name, loads in MIXES.items():
+            with sent_to(server, MODEL, loads, [owners.keys[each] for each in HEAVY]):
+                await asyncio.sleep(2)
+                loaded = Ttfts([await ask() for _ in range(REQUESTS)])
+                share = await share_of_long_streams(len(HEAVY))
+            times = loaded.quantile(0.99) / alone.quantile(0.99)
+            print(f"light key next to {name:12s}: {loaded}, p99 {times:.2f} times; {share}", flush=True)
+            assert share.tokens
+            await asyncio.sleep(1)
