@@ -234,8 +234,9 @@ class StepBudget:
         elif self._is_alone:
             most = bound if self._mixed else _ALONE_DECODING * bound
             seconds = max(min(most, _ALONE_DECODING_COSTS * self._fixed), _LEAST)
-        if step.num_decodes:
-            # If other work on the machine delays steps, streams would otherwise often wait too long.
+        if step.num_decodes and bound >= _LEAST_BOUND:
+            # If other work on the machine delays steps, streams would otherwise often wait too long. They do not in a
+            # small model's steps, and chunks of a few tokens would keep prompts waiting instead.
             seconds /= 1.0 + model.excess
         work = StepWork(decode_tokens=step.num_decode_tokens, decode_keys=sum(step.context_lens))
         least = (_LEAST_PROMPTS_MIXED if self._mixed else _LEAST_PROMPTS) * min(bound, seconds)

@@ -177,6 +177,18 @@ def test_steps_of_a_few_milliseconds_are_paused_for_a_light_owner() -> None:
     assert max(map(made.ttft, lights)) <= 2 * (0.0008 + 20 * 0.00003)
 
 
+def test_chunks_of_a_small_model_do_not_shrink_while_other_work_delays_its_steps() -> None:
+    """Ten owners' prompts in turn would otherwise wait for hundreds of steps of 16 tokens each."""
+    made = engine_of_ten_owners(0.0001)
+    assert made.scheduler.step_budget is not None
+    made.scheduler.step_budget._model.excess = 3.0
+    long = made.add(640, 1, owner="long", at=made.now)
+    made.steps.clear()
+    made.run(lambda: long.is_finished)
+    chunks = [batch.total_tokens_num_prefill for batch, _ in made.steps if batch.total_tokens_num_prefill]
+    assert len(chunks) <= 640 / 32 + 1
+
+
 def test_a_prompt_that_was_started_proceeds_next_to_short_prompts_that_are_added_to_each_step() -> None:
     made = engine_of_ten_owners(0.0001)
     long = made.add(640, 1, owner="long", at=made.now)
