@@ -15,7 +15,7 @@ from models.ops.scale import scale
 from models.ops.triton.cases.gated_delta import Span
 from models.ops.triton.cases.state_space import reference_convolution, reference_state_space
 from models.ops.triton.cases.token_scans import reference_rule, reference_scan
-from tests.parity.test_cpu_delta import Spans, arrays
+from tests.parity.test_cpu_delta import STEPS, Spans, arrays
 from tests.parity.test_cpu_operators import bf16, operators, pytestmark
 
 __all__ = ["operators", "pytestmark"]
@@ -23,7 +23,6 @@ __all__ = ["operators", "pytestmark"]
 SLOTS = 5
 LENGTHS = {4: 1, 0: 70, 2: 9}
 WHOLE: Spans = [(slot, 0, n) for slot, n in LENGTHS.items()]
-STEPS: list[Spans] = [[(0, 0, 1), (2, 0, 4)], [(2, 4, 5), (4, 0, 1), (0, 1, 64)], [(0, 64, 70), (2, 5, 9)]]
 
 
 def run(steps: list[Spans], compute: Any, columns: int, **rows_of: torch.Tensor) -> torch.Tensor:
@@ -47,7 +46,7 @@ def spans() -> list[Span]:
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(
     ("channels", "taps", "has_bias", "is_gated"),
-    [(64, 4, True, False), (131, 2, False, False), (40, 3, True, True), (200, 7, False, True)],
+    [(64, 4, True, False), (131, 2, False, False), (40, 3, True, True), (600, 7, False, True)],
 )
 def test_a_short_convolution_equals_torchs_in_any_steps(
     channels: int, taps: int, has_bias: bool, is_gated: bool
@@ -85,6 +84,7 @@ def test_a_short_convolution_equals_torchs_in_any_steps(
         (6, 11, 3, 9, (0.1, 0.9)),
         (2, 48, 2, 16, (0.0, float("inf"))),
         (3, 20, 1, 33, (0.001, float("inf"))),
+        (19, 208, 1, 5, (0.0, float("inf"))),
     ],
 )
 def test_a_state_space_equals_torchs_in_any_steps(
@@ -180,6 +180,7 @@ def test_a_state_after_each_draft_is_that_of_the_tokens_one_by_one(dim: int) -> 
         (2, 4, 12, 16, False, 2.0, 0.0),
         (1, 1, 7, 48, True, 1.0, 0.0),
         (2, 2, 20, 16, True, 1.0, 5.0),
+        (19, 19, 6, 144, True, 1.0, 0.0),
     ],
 )
 def test_a_delta_rule_equals_torchs_in_any_steps(

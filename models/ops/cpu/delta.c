@@ -9,7 +9,9 @@
 
 #define AT_ONCE 4 /* vectors of a state's columns, whose sums are then independent */
 #define CHUNK 16  /* tokens that are prepared before a state goes through them */
+#define WIDE 8    /* the same for one token: a state of 128 columns is then read in the order of memory */
 #define AHEAD 8   /* keys of a state that are prefetched */
+#define DISTANCE 32768 /* bytes of memory that are prefetched for one token, of the next head too */
 #define MAX_TAPS 64 /* of a convolution */
 
 /* A token in the layout that the state of one value head needs. The state's row of each key dimension is multiplied by
@@ -66,16 +68,17 @@ CLONES static void scale_to(float *x, int64_t size, float wanted) {
 /* Take some columns of a state through the tokens. Each element of the state is loaded and stored once per token: when a
  * token has changed an element, the next token's key reads it at once. The last token runs the same instructions, although
  * its `next` is not used, since compilers may round a sum of two products in two ways. `more`: whether to prefetch the
- * columns that follow. */
+ * columns that follow; rows of WIDE vectors prefetch the memory that follows. */
 INLINE void recur_columns(const float *before, float *state, const struct token *tokens, int64_t num_tokens,
                           int64_t column, int64_t each, int64_t key_dim, int64_t value_dim, int count, int more) {
-    vector held[AT_ONCE] = {{0}};
+    vector held[WIDE] = {{0}};
     before += column, state += column;
     for (int64_t key = 0; key < key_dim; key++) {
         const float *row = before + key * value_dim;
         float fading = tokens->fading[key];
         for (int i = 0; i < count; i++) {
-            if (key + AHEAD < key_dim) __builtin_prefetch(row + AHEAD * value_dim + i * LANES);
+            if (count == WIDE) __builtin_prefetch((const char *)(row + i * LANES) + DISTANCE);
+            else if (key + AHEAD < key_dim) __builtin_prefetch(row + AHEAD * value_dim + i * LANES);
             if (more) __builtin_prefetch(row + (count + i) * LANES);
             held[i] += load(row + i * LANES) * fading;
         }
@@ -84,7 +87,7 @@ INLINE void recur_columns(const float *before, float *state, const struct token 
         const struct token *token = tokens + t;
         const float *q = token->q, *k = token->k, *decay = token->decay;
         const float *fading = tokens[min64(t + 1, num_tokens - 1)].fading;
-        vector sums[AT_ONCE] = {{0}}, next[AT_ONCE] = {{0}};
+        vector sums[WIDE] = {{0}}, next[WIDE] = {{0}};
         for (int i = 0; i < count; i++)
             held[i] = (load(token->v + column + i * LANES) - held[i] * token->scale) * token->beta;
         for (int64_t key = 0; key < key_dim; key++) {
@@ -106,6 +109,8 @@ INLINE void recur_columns(const float *before, float *state, const struct token 
 CLONES static void recur(const float *before, float *state, const struct token *tokens, int64_t num_tokens,
                          int64_t each, int64_t key_dim, int64_t value_dim) {
     int64_t i = 0;
+    for (; num_tokens == 1 && i + WIDE * LANES <= value_dim; i += WIDE * LANES)
+        recur_columns(before, state, tokens, 1, i, each, key_dim, value_dim, WIDE, 0);
     for (; i + AT_ONCE * LANES <= value_dim; i += AT_ONCE * LANES)
         recur_columns(before, state, tokens, num_tokens, i, each, key_dim, value_dim, AT_ONCE,
                       i + 2 * AT_ONCE * LANES <= value_dim);
@@ -278,13 +283,14 @@ static void read_row(const struct part *part, const struct step *step, int64_t r
     }
 }
 
-/* Tasks: key heads of rows. */
+/* Tasks: key heads of rows; see `take_states`. */
 void delta_net(const void *arguments, const struct step *step, struct worker *worker) {
     const struct delta_net *op = arguments;
-    for (int64_t task; (task = take_task(worker)) < step->num_rows * op->key_heads;) {
-        const struct part part = set_up(op, task % op->key_heads, worker);
-        read_row(&part, step, task / op->key_heads);
-    }
+    for (struct states states; take_states(step, worker, op->key_heads, &states);)
+        for (int64_t head = states.first; head < states.past; head++) {
+            const struct part part = set_up(op, head, worker);
+            read_row(&part, step, states.row);
+        }
 }
 
 /* A value head of one row. */
@@ -363,12 +369,10 @@ static void rule_row(const struct ruled *ruled, const struct step *step, int64_t
     }
 }
 
-/* Tasks: value heads of rows. */
+/* Tasks: value heads of rows; see `take_states`. */
 void delta_rule(const void *arguments, const struct step *step, struct worker *worker) {
     const struct delta_rule *op = arguments;
     struct ruled ruled = {.op = op, .floats = (float *)worker->scratch};
-    for (int64_t task; (task = take_task(worker)) < step->num_rows * op->heads;) {
-        ruled.head = task % op->heads;
-        rule_row(&ruled, step, task / op->heads);
-    }
+    for (struct states states; take_states(step, worker, op->heads, &states);)
+        for (ruled.head = states.first; ruled.head < states.past; ruled.head++) rule_row(&ruled, step, states.row);
 }

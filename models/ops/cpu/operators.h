@@ -283,6 +283,21 @@ struct gate_heads {
     int64_t is_of_head; /* whether each gate applies to a whole head: [tokens, heads] */
 };
 
+/* Heads with states, of one row, which a thread takes as one task. */
+struct states {
+    int64_t row, first, past;
+};
+
+/* Take the next heads; 0 if there are none. In a decode they are several where threads have enough of them: their states
+ * are consecutive in memory, and each one is prefetched while the one before is computed. */
+static inline int take_states(const struct step *step, struct worker *worker, int64_t heads, struct states *states) {
+    int64_t wanted = step->num_rows * heads / (8 * worker->threads);
+    int64_t count = step->num_tokens > step->num_rows ? 1 : max64(1, min64(wanted, 8)), tasks = parts(heads, count);
+    int64_t task = take_task(worker), first = task % tasks * count;
+    *states = (struct states){task / tasks, first, min64(first + count, heads)};
+    return task < step->num_rows * tasks;
+}
+
 /* A gated delta net between its projections. */
 struct delta_net {
     const bf16 *x; /* [tokens, key_heads, 2 * (key_dim + group * value_dim)]: query, key, values, gates */

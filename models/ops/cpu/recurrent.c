@@ -9,10 +9,12 @@
 #include "operators.h"
 #include "vectors.h"
 
-#define CHANNELS 64 /* of a task: two cache lines of each token */
+#define CHANNELS 64 /* of a block: two cache lines of each token */
 #define TOGETHER 4  /* tokens that a state goes through between its load and its store */
 #define AHEAD 8     /* tokens whose inputs are prefetched */
-#define COLUMNS 2   /* vectors of a state's row that are processed at a time */
+#define COLUMNS 2   /* vectors of a state's row that are processed at a time, for several tokens */
+#define WIDE 4      /* the same for one token, or twice this: rows of 64 or 128 are read in the order of memory */
+#define DISTANCE 16384 /* bytes of memory that are prefetched for one token, of the next head too */
 
 /* Consecutive tokens of a row of a step, the slot of the state before them, -1 if they begin their sequence, and that
  * of the state after them. A row is one such span, except if it verifies drafts: then each token is one, or none if it
@@ -165,27 +167,33 @@ CLONES static void keep(const struct short_conv *op, const struct block *block, 
                        min64(LANES, block->count - i));
 }
 
-/* Tasks: blocks of channels of rows. */
+static void convolve_row(const struct short_conv *op, const struct step *step, int64_t row, int64_t channel,
+                         float *floats) {
+    int64_t token = step->query_starts[row], slot = step->state_slots[row];
+    int64_t count = min64(CHANNELS, op->channels - channel);
+    struct block block = {channel, count, floats, floats + op->kernel * CHANNELS};
+    clear_outputs(step, row, op->out + channel, op->out_stride, count);
+    for (struct span span; next_span(step, row, token, slot, &span); token = span.past, slot = span.after) {
+        if (span.past - span.first == 1) {
+            convolve_token(op, &span, channel, channel + count);
+            continue;
+        }
+        set_up(op, &block);
+        remember(op, &block, &span);
+        convolve(op, &block, &span);
+        keep(op, &block, &span);
+    }
+}
+
+/* Tasks: blocks of channels of rows, several in a decode, where a block takes as long as a task costs. */
 void short_conv(const void *arguments, const struct step *step, struct worker *worker) {
     const struct short_conv *op = arguments;
-    int64_t blocks = parts(op->channels, CHANNELS);
-    for (int64_t task; (task = take_task(worker)) < step->num_rows * blocks;) {
-        int64_t row = task / blocks, channel = task % blocks * CHANNELS, count = min64(CHANNELS, op->channels - channel);
-        int64_t token = step->query_starts[row], slot = step->state_slots[row];
-        if (token == step->query_starts[row + 1]) continue;
-        float *floats = (float *)worker->scratch;
-        struct block block = {channel, count, floats, floats + op->kernel * CHANNELS};
-        clear_outputs(step, row, op->out + channel, op->out_stride, count);
-        for (struct span span; next_span(step, row, token, slot, &span); token = span.past, slot = span.after) {
-            if (span.past - span.first == 1) {
-                convolve_token(op, &span, channel, channel + count);
-                continue;
-            }
-            set_up(op, &block);
-            remember(op, &block, &span);
-            convolve(op, &block, &span);
-            keep(op, &block, &span);
-        }
+    int64_t width = step->num_tokens > step->num_rows ? CHANNELS : 8 * CHANNELS, tasks = parts(op->channels, width);
+    for (int64_t task; (task = take_task(worker)) < step->num_rows * tasks;) {
+        int64_t row = task / tasks, first = task % tasks * width, past = min64(op->channels, first + width);
+        if (step->query_starts[row] == step->query_starts[row + 1]) continue;
+        for (int64_t channel = first; channel < past; channel += CHANNELS)
+            convolve_row(op, step, row, channel, (float *)worker->scratch);
     }
 }
 
@@ -222,7 +230,7 @@ static void read_tokens(const struct state_space *op, int64_t head, int64_t firs
 
 INLINE void scan_columns(const struct tokens *tokens, float *state, int64_t stride, int64_t size, int64_t column,
                          float skip, int count, int columns, float *read) {
-    vector added[TOGETHER][COLUMNS], sums[TOGETHER][COLUMNS];
+    vector added[TOGETHER][2 * WIDE], sums[TOGETHER][2 * WIDE];
     const float *b = tokens->b, *c = tokens->c;
     float decay[TOGETHER];
     for (int t = 0; t < count; t++) decay[t] = tokens->decay[t];
@@ -236,6 +244,7 @@ INLINE void scan_columns(const struct tokens *tokens, float *state, int64_t stri
         for (int t = 0; t < count; t++) own[t] = b[t * size + key], query[t] = c[t * size + key];
         for (int i = 0; i < columns; i++) {
             float *at = state + key * stride + column + i * LANES;
+            if (count == 1) __builtin_prefetch((char *)at + DISTANCE, 1);
             vector now = load(at);
             for (int t = 0; t < count; t++) {
                 now = now * decay[t] + added[t][i] * own[t];
@@ -255,15 +264,19 @@ INLINE void scan_columns(const struct tokens *tokens, float *state, int64_t stri
  * receives the result, plus `skip` times the value. */
 CLONES static void scan(const struct tokens *tokens, float *state, int64_t stride, int64_t size, float skip,
                         float *read) {
-    int64_t i = 0;
-    for (; i + COLUMNS * LANES <= tokens->room; i += COLUMNS * LANES) {
-        if (tokens->count == TOGETHER)
+    int64_t i = 0, room = tokens->room;
+    if (tokens->count == TOGETHER) {
+        for (; i + COLUMNS * LANES <= room; i += COLUMNS * LANES)
             scan_columns(tokens, state, stride, size, i, skip, TOGETHER, COLUMNS, read);
-        else scan_columns(tokens, state, stride, size, i, skip, 1, COLUMNS, read);
-    }
-    for (; i < tokens->room; i += LANES) {
-        if (tokens->count == TOGETHER) scan_columns(tokens, state, stride, size, i, skip, TOGETHER, 1, read);
-        else scan_columns(tokens, state, stride, size, i, skip, 1, 1, read);
+        if (i < room) scan_columns(tokens, state, stride, size, i, skip, TOGETHER, 1, read);
+    } else {
+        for (; i + 2 * WIDE * LANES <= room; i += 2 * WIDE * LANES)
+            scan_columns(tokens, state, stride, size, i, skip, 1, 2 * WIDE, read);
+        if (i + WIDE * LANES <= room) {
+            scan_columns(tokens, state, stride, size, i, skip, 1, WIDE, read);
+            i += WIDE * LANES;
+        }
+        for (; i < room; i += LANES) scan_columns(tokens, state, stride, size, i, skip, 1, 1, read);
     }
 }
 
@@ -303,16 +316,16 @@ static void read_head(const struct state_space *op, const struct span *span, int
         for (int64_t key = 0; key < size; key++) memcpy(state + key * dim, padded + key * room, dim * sizeof(float));
 }
 
-/* Tasks: heads of rows. */
+/* Tasks: heads of rows; see `take_states`. */
 void state_space(const void *arguments, const struct step *step, struct worker *worker) {
     const struct state_space *op = arguments;
-    for (int64_t task; (task = take_task(worker)) < step->num_rows * op->heads;) {
-        int64_t row = task / op->heads, head = task % op->heads;
-        int64_t token = step->query_starts[row], slot = step->state_slots[row];
-        clear_outputs(step, row, op->out + head * op->dim, op->out_stride, op->dim);
-        for (struct span span; next_span(step, row, token, slot, &span); token = span.past, slot = span.after)
-            read_head(op, &span, head, (float *)worker->scratch);
-    }
+    for (struct states states; take_states(step, worker, op->heads, &states);)
+        for (int64_t head = states.first; head < states.past; head++) {
+            int64_t token = step->query_starts[states.row], slot = step->state_slots[states.row];
+            clear_outputs(step, states.row, op->out + head * op->dim, op->out_stride, op->dim);
+            for (struct span span; next_span(step, states.row, token, slot, &span); token = span.past, slot = span.after)
+                read_head(op, &span, head, (float *)worker->scratch);
+        }
 }
 
 INLINE vector silu(vector x) { return x * sigmoid_of(x); }
