@@ -33,7 +33,7 @@ from server.limits.owners import Owner
 from server.models import Models
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.parser import AnswerParser
-from server.schemas.body import JSON, Model, parse_object, validate
+from server.schemas.body import JSON, Model, RequestModel, parse_object, validate
 from server.schemas.chat import ChatCompletionRequest, CustomTool, TextGrammar, ToolUse
 from server.schemas.generation import (
     INT31,
@@ -116,7 +116,13 @@ async def accept(http: Request, model: type[Accepted]) -> AsyncIterator[tuple[Ac
                 frontend.check_generates()
             facts_of(http.scope).model = request.model
             yield request, frontend, owner
-            request.drop_input()
+            drop_input(request)
+
+
+def drop_input(request: RequestModel) -> None:
+    """Empty the list `input_field`, once the prompt has been made: each full garbage collection visits its objects."""
+    if request.input_field is not None:
+        getattr(request, request.input_field).clear()
 
 
 async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:

@@ -11,7 +11,7 @@ from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import AnthropicError, BadRequest
 from server.frontend import owner_of
 from server.models import Models
-from server.request_builder import accept, new_sequences, reading
+from server.request_builder import accept, drop_input, new_sequences, reading
 from server.schemas.body import as_json
 from server.schemas.messages import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from server.streaming.generation import Generation, while_connected
@@ -43,7 +43,7 @@ async def create_message(http: Request) -> Response:
             arrival_time,
             visible_token_ids=prepared.visible_token_ids,
         )
-        chat.drop_input()
+        drop_input(chat)
         prompt, config = prepared.prompt, frontend.config
         reports_created = config.enable_prefix_caching and wants_cache(request)
         renderer = MessagesRenderer(

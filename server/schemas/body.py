@@ -53,12 +53,6 @@ class RequestModel(BaseModel):
     input_field: ClassVar[str | None] = None
     """Name of the list that holds most objects of a request, such as its messages."""
 
-    def drop_input(self) -> None:
-        """Empty the list `input_field`, once the prompt has been made: each full garbage collection visits its
-        objects."""
-        if self.input_field is not None:
-            getattr(self, self.input_field).clear()
-
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, data: Any) -> Any:
