@@ -49,12 +49,17 @@ _EXACT = 8
 """Size up to which each size is measured separately; above it, sizes are grouped in eighths of a power of two."""
 _BLOCK_STEPS = 32
 """Steps of a block, in which a model drafts or does not; each round of a step counts."""
-_BLOCKS_PER_CHECK = 64
-"""Blocks with drafts after which one without drafts measures the costs of plain steps again."""
+_BLOCKS_PER_CHECK, _FIRST_BLOCKS_PER_CHECK = 64, 8
+"""Blocks with drafts after which one without drafts measures the costs of plain steps again, and their number while
+these costs are based on one block only; each further one adds as many."""
 _OPENING_PACE, _LEAST_PACE = 1.1, 1.04
 """Least pace with drafts, relative to that without, for which drafting begins, and for which it goes on."""
 _DEBT_REPAID = 0.005
 """Share of the time without drafts that repays what earlier blocks with drafts have lost."""
+_CREDIT = 0.02
+"""Seconds that tries may lose in advance, so that a single lost try does not delay the next one."""
+_LARGEST_DELAY = 4.0
+"""The largest factor by which a step may exceed the expected duration of plain steps: longer ones were interrupted."""
 _WITH_REMEMBERED, _WITHOUT_REMEMBERED = 0.7, 0.9
 """Weight of earlier blocks with drafts, and without, relative to the block after them."""
 _REJECTED_SECONDS = 2.0
@@ -241,12 +246,14 @@ def _between(sizes: list[int], at: int, value: Callable[[int], float | None]) ->
 class _Pace:
     """Sums over blocks of steps: the seconds in which plain steps would have had their tokens, and those they took."""
 
-    __slots__ = ("plain", "seconds")
+    __slots__ = ("count", "plain", "seconds")
 
     def __init__(self) -> None:
         self.plain = self.seconds = 0.0
+        self.count = 0
 
     def add(self, plain: float, seconds: float, remembered: float) -> None:
+        self.count += 1
         self.plain = remembered * self.plain + plain
         self.seconds = remembered * self.seconds + seconds
 
@@ -260,8 +267,9 @@ class DraftGate:
     """Decides in blocks of steps whether a model drafts, by the measured pace of blocks with drafts and without.
 
     Between blocks in which drafts pay, a block without drafts measures plain steps now and then. Where drafts do not
-    pay, a try of one block is made whenever no debt is left. What blocks with drafts lose is a debt; what they gain
-    and a small share of the time without drafts repay it. So that share bounds the time that drafts lose.
+    pay, a try of one block is made whenever no debt is left, and once for each size of batches. What blocks with
+    drafts lose is a debt; what they gain and a small share of the time without drafts repay it. So that share bounds
+    the time that drafts lose.
     """
 
     def __init__(self) -> None:
@@ -271,8 +279,10 @@ class DraftGate:
         """Whether this block is a try, in which sequences draft whose drafts are not expected to pay."""
         self._paces: dict[int, tuple[_Pace, _Pace]] = {}
         """Paces with drafts and without, by the exponent of the next power of two of the mean number of rows."""
-        self._debt = 0.0
-        """Seconds that drafting has lost and nothing has repaid."""
+        self._tried: set[int] = set()
+        """The keys of `_paces` for which drafts were tried."""
+        self._debt = -_CREDIT
+        """Seconds that drafting has lost and nothing has repaid; below 0 it is a credit."""
         self._num_open_blocks = 0
         """Number of successive blocks with drafts."""
         self._begin()
@@ -289,17 +299,21 @@ class DraftGate:
         self._num_steps += num_steps
         self._num_rows += num_steps * num_rows
         if plain:
+            seconds = min(seconds, _LARGEST_DELAY * plain)
             self._block.add(num_steps * plain, num_steps * seconds, 1.0)
-        if not self.is_open:
-            self._debt = max(0.0, self._debt - _DEBT_REPAID * num_steps * seconds)
+            if not self.is_open:
+                self._owe(-_DEBT_REPAID * num_steps * seconds)
         if self._num_steps >= _BLOCK_STEPS:
             self._end_block()
 
     def reject(self) -> None:
         """End a try because its drafts would not pay even if they were accepted."""
         self.is_open = self.is_trying = False
-        self._debt += _DEBT_REPAID * _REJECTED_SECONDS
+        self._debt = max(self._debt, _DEBT_REPAID * _REJECTED_SECONDS)
         self._begin()
+
+    def _owe(self, seconds: float) -> None:
+        self._debt = max(-_CREDIT, self._debt + seconds)
 
     def _end_block(self) -> None:
         size = (-(-self._num_rows // self._num_steps) - 1).bit_length()
@@ -309,16 +323,20 @@ class DraftGate:
             self._num_open_blocks += 1
             if without.value:
                 with_drafts.add(block.plain, block.seconds, _WITH_REMEMBERED)
-                self._debt = max(0.0, self._debt + block.seconds - block.plain / without.value)
+                self._owe(block.seconds - block.plain / without.value)
         else:
             self._num_open_blocks = 0
             without.add(block.plain, block.seconds, _WITHOUT_REMEMBERED)
         pace = with_drafts.value / without.value if without.value else 0.0
         is_gaining = pace >= (_LEAST_PACE if self.is_open and not self.is_trying else _OPENING_PACE)
         if self.is_open:
-            self.is_open = is_gaining and self._num_open_blocks < _BLOCKS_PER_CHECK
+            most = min(_BLOCKS_PER_CHECK, _FIRST_BLOCKS_PER_CHECK * without.count)
+            self.is_open = is_gaining and self._num_open_blocks < most
         else:
-            self.is_open = without.value > 0.0 and (is_gaining or not self._debt)
+            is_due = self._debt <= 0.0 or size not in self._tried
+            self.is_open = without.value > 0.0 and (is_gaining or is_due)
+        if self.is_open:
+            self._tried.add(size)
         self.is_trying = self.is_open and not is_gaining
         self._begin()
 
@@ -414,7 +432,8 @@ class DraftPlan:
             self.costs.note_drafting_step(batch.total_tokens_num, seconds / num_rounds)
         elif num_drafts or not takes_part:
             self.costs.note_step(batch.total_tokens_num, seconds / num_rounds - draft_seconds)
-        if self._by_model:
+        if self._by_model and is_plain is not self.gate.is_open:
+            # Steps that were scheduled before the gate opened or closed belong to neither kind of block.
             plain = self.costs.plain_seconds(num_rows, num_generated, num_prompt_tokens)
             self.gate.note(batch.total_seqs_num, seconds / num_rounds, plain / num_rounds, num_rounds * num_steps)
 

@@ -22,7 +22,7 @@ _SUSPENDED_STEPS = 1024
 """Steps without drafts after a step with drafts ran out of memory."""
 
 _MEASURED_EVERY = 8
-"""Every step with this interval of a pause is measured."""
+"""Of this many steps in pauses, one is measured."""
 
 _ROUNDS_SECONDS = 0.006
 """The longest duration of a step of several rounds, during which no prompt can start."""
@@ -172,7 +172,7 @@ class Drafts:
         """
         if not self._drafts_by_model:
             return None
-        if self.pause_left % _MEASURED_EVERY and not self._suspended_steps:
+        if self.pause_left and self._num_unmeasured < _MEASURED_EVERY - 1 and not self._suspended_steps:
             return []
         # With drafts, a step is scheduled only after the previous one is read, and scheduling takes longer.
         self._schedule_seconds = time.perf_counter() - self._began
@@ -296,19 +296,21 @@ class Drafts:
         if not self.are_on:
             return
         self._num_unmeasured += 1
-        if self.pause_left % _MEASURED_EVERY:
+        if self.pause_left and self._num_unmeasured < _MEASURED_EVERY:
             return
         num_rows, rounds = batch.total_seqs_num_decode, self.num_rounds_read
+        # In a pause, the step that `take` has read last may be one before it.
+        num_accepted = self._num_accepted if batch.scheduled_spec_decode_tokens else 0
         if num_rows and not batch.total_seqs_num_prefill:
             self._round_seconds = seconds / rounds
         was_stopped = self.plan.is_stopped
         self.plan.note_step(
             batch,
             seconds + self._schedule_seconds,
-            self._num_accepted + (self._num_verified_rows if rounds > 1 else num_rows),
+            num_accepted + (self._num_verified_rows if rounds > 1 else num_rows),
             num_rounds=rounds,
             num_steps=self._num_unmeasured,
-            draft_seconds=self._draft_seconds,
+            draft_seconds=self._draft_seconds if batch.num_next_drafts else 0.0,
             has_drafted=drafts_on_device and any(batch.num_next_drafts),
         )
         self._num_unmeasured = 0

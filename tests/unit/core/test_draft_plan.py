@@ -332,6 +332,83 @@ def test_the_gate_lends_nothing_while_a_debt_is_left() -> None:
     assert seconds == pytest.approx(32 / 0.005, abs=32)
 
 
+def run_gate(gate: DraftGate, blocks: int, with_drafts: float, *, seconds: float = 0.001, rows: int = 8) -> list[bool]:
+    """Blocks of steps that take `with_drafts` times as long with drafts; returns in which the gate was open."""
+    opened = []
+    for _ in range(blocks):
+        opened.append(gate.is_open)
+        for _ in range(32):
+            gate.note(rows, seconds * (with_drafts if gate.is_open else 1.0), seconds)
+    return opened
+
+
+def test_a_small_lost_try_does_not_delay_the_next_one() -> None:
+    gate = DraftGate()
+    assert run_gate(gate, 2, 1.3) == [True, False]
+    assert run_gate(gate, 1, 1.3) == [True], "a try, which loses 9.6 ms"
+    assert run_gate(gate, 2, 0.5) == [False, True]
+    assert gate.is_open, "the second try gained"
+
+
+def test_tries_that_lose_take_less_than_two_percent() -> None:
+    gate = DraftGate()
+    run_gate(gate, 2, 1.6)
+    opened = run_gate(gate, 2000, 1.6)
+    assert 2 < sum(opened) < 0.01 * len(opened)
+
+
+def test_a_size_that_was_never_tried_does_not_wait_for_what_others_lost() -> None:
+    gate = DraftGate()
+    run_gate(gate, 3, 4.0, rows=32)
+    assert run_gate(gate, 20, 4.0, rows=32) == [False] * 20, "a debt"
+    assert run_gate(gate, 2, 0.5, rows=1) == [False, True]
+    assert gate.is_open
+    assert run_gate(gate, 20, 4.0, rows=32) == [True] + [False] * 19
+
+
+def test_drafts_that_could_not_pay_do_not_add_up_to_a_debt() -> None:
+    once, often = DraftGate(), DraftGate()
+    once.reject()
+    for _ in range(100):
+        often.reject()
+    assert once._debt == often._debt > 0.0
+
+
+def test_a_long_interruption_does_not_end_drafts_that_pay() -> None:
+    gate = DraftGate()
+    run_gate(gate, 6, 0.5)
+    assert gate.is_open
+    gate.note(8, 45.0, 0.001)
+    assert sum(run_gate(gate, 100, 0.5)) > 85
+
+
+def test_a_long_interruption_of_plain_steps_does_not_keep_drafts_that_lose() -> None:
+    gate = DraftGate()
+    run_gate(gate, 3, 1.5)
+    assert not gate.is_open
+    gate.note(8, 45.0, 0.001)
+    assert sum(run_gate(gate, 500, 1.5)) < 20
+
+
+def test_a_single_slow_block_of_plain_steps_does_not_keep_drafts_that_lose_for_long() -> None:
+    gate = DraftGate()
+    run_gate(gate, 1, 1.2)
+    for _ in range(32):
+        gate.note(8, 0.002, 0.001)
+    opened = run_gate(gate, 500, 1.2)
+    assert opened[0], "seemingly faster than plain steps"
+    assert sum(opened) < 60
+
+
+def test_a_step_that_was_scheduled_before_the_gate_closed_is_no_plain_one() -> None:
+    """It verifies the last drafts, perhaps in eight rounds, and may have three times the tokens of a plain one."""
+    plan = DraftPlan(K, by_model=True)
+    plan.gate.reject()
+    plan.note_step(step_of(8, [3] * 8), 0.008, 200, num_rounds=8)
+    plan.note_step(step_of(8), 0.001, 8)
+    assert plan.gate._num_steps == 1
+
+
 def test_drafting_on_the_device_is_no_part_of_what_a_plain_step_costs() -> None:
     costs = StepCosts()
     costs.note_step(1, 0.010)

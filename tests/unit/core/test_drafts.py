@@ -125,6 +125,39 @@ def test_paused_steps_count_although_few_are_measured() -> None:
     assert not mine.pause_left
 
 
+def test_paused_steps_are_measured_although_the_number_of_rows_keeps_changing() -> None:
+    """Else the gate would never open again where answers are short."""
+    mine, seqs = drafts(speculative_method="eagle"), running(8)
+    mine.plan.gate.reject()
+    for step in range(400):
+        rows = seqs[: 5 + step // 2 % 4]
+        mine.begin_step()
+        mine.propose(rows, 1000)
+        mine.num_next(rows, len(rows))
+        size = len(rows)
+        batch = ScheduledBatch(
+            {seq.id: seq for seq in rows}, [1] * size, size, 0, size, size, 0, size, num_next_drafts=[]
+        )
+        mine.note_duration(batch, 0.01)
+        if not mine.plan.is_stopped:
+            return
+    pytest.fail("no try in 4 s")
+
+
+def test_a_paused_step_has_no_accepted_drafts_of_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a pause begins while a step that verifies drafts is still unread."""
+    mine, seqs = drafts(speculative_method="eagle"), running(2)
+    mine.plan.gate.reject()
+    mine.propose(seqs, 1000)
+    mine.take(seqs, ScheduledBatchOutput({0: (1, 2, 3), 1: (1, 2, 3)}, draft_token_ids={}), {0: [1, 2], 1: [1, 2]})
+    generated: list[int] = []
+    monkeypatch.setattr(mine.plan, "note_step", lambda batch, seconds, tokens, **_: generated.append(tokens))
+    batch = ScheduledBatch({seq.id: seq for seq in seqs}, [1, 1], 2, 0, 2, 2, 0, 2)
+    for _ in range(8):
+        mine.note_duration(batch, 0.01)
+    assert generated == [2]
+
+
 def scheduler(**fields: Any) -> Scheduler:
     config = Config(
         num_kvcache_blocks=fields.pop("num_blocks", 16),
