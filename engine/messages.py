@@ -91,7 +91,7 @@ def openai_finish_reason(leave_reason: str | None) -> str | None:
     return "length" if leave_reason == "max_tokens" else "stop"
 
 
-class AddRequest(msgspec.Struct, tag="add"):
+class AddRequest(msgspec.Struct, tag="add", gc=False):
     """One sequence to run. The front end chooses its id, which is unique in the life of a core."""
 
     request_id: int
@@ -103,7 +103,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     """Requests with a lower value are served first."""
     adapter: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number of a LoRA adapter, from 1 in the order of `Config.lora` and then of loading; 0: the base model alone."""
-    resumed_token_ids: list[int] = []
+    resumed_token_ids: tuple[int, ...] = ()
     """Tokens that the sequence generated in a core that died; it continues after them."""
     suspect: bool = False
     """Whether the last core died in a step that computed it. Its first step then computes it alone."""

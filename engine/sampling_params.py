@@ -19,7 +19,7 @@ class ReasoningBudget(msgspec.Struct, frozen=True, array_like=True):
     """The token that opens the reasoning, among the first tokens of the answer; None: the prompt has opened it."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Sampling and stopping of one sequence. Raises `ValueError` naming field, value and limit.
 
     Temperature 0 is greedy. Filters apply in the order penalties and bias, temperature, top-k, top-p, min-p.

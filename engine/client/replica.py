@@ -71,6 +71,9 @@ class _Streak(NamedTuple):
         return _Streak(1 if tokens > self.tokens else self.times + 1, tokens)
 
 
+_NO_STREAK = _Streak()
+
+
 class JournalEntry:
     """One live request, with all data that it needs to continue in another core.
 
@@ -98,7 +101,7 @@ class JournalEntry:
         self.location = RequestLocation.FRONT_END
         self.paused = False
         self.aborted = False
-        self._crashes = self._losses = _Streak()
+        self._crashes = self._losses = _NO_STREAK
         self.sent_time = 0.0
         """Time at which it was sent to its present core, on the monotonic clock."""
         self.tokens_at_start = 0
@@ -138,7 +141,7 @@ class JournalEntry:
         return msgspec.structs.replace(
             self.request,
             sampling_params=params,
-            resumed_token_ids=self.token_ids,
+            resumed_token_ids=tuple(self.token_ids),
             suspect=self.is_suspect,
         )
 

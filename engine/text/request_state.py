@@ -65,9 +65,10 @@ class RequestState:
     """Accumulates one sequence. `push` until a delta is `finished`, then `result`."""
 
     __slots__ = (
-        "_counts", "_detokenizer", "_include_stop", "_special_ids", "_texts", "arrival_time", "error", "finish_reason",
-        "first_token_time", "interruptions", "last_time", "logprobs", "num_cached_tokens", "num_prompt_tokens",
-        "prompt_logprobs", "queue_time", "request_id", "stop_reason", "stopped_early", "token_ids", "vector",
+        "_counts", "_detokenizer", "_params", "_prompt_token_ids", "_texts", "_tokenizer", "_visible_token_ids",
+        "arrival_time", "error", "finish_reason", "first_token_time", "interruptions", "last_time", "logprobs",
+        "num_cached_tokens", "num_prompt_tokens", "prompt_logprobs", "queue_time", "request_id", "stop_reason",
+        "stopped_early", "token_ids", "vector",
     )  # fmt: skip
 
     def __init__(
@@ -83,9 +84,12 @@ class RequestState:
 
         The text shows the special tokens `visible_token_ids` even if `params` skip special tokens.
         """
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params, prompt_token_ids, visible_token_ids)
-        self._include_stop = params.include_stop_str_in_output
-        self._special_ids = tokenizer.special_ids
+        self._tokenizer = tokenizer
+        self._params = params
+        self._prompt_token_ids = prompt_token_ids
+        self._visible_token_ids = visible_token_ids
+        self._detokenizer: IncrementalDetokenizer | None = None
+        """Created at the first output: garbage collections visit the objects of all sequences that wait."""
         self._texts: list[str] = []
         self._counts: list[int] = []
         self.request_id = request_id
@@ -106,7 +110,7 @@ class RequestState:
         self.first_token_time = 0.0
         self.last_time = self.arrival_time
         self.queue_time: float | None = None
-        self.interruptions: list[tuple[str, float]] = []
+        self.interruptions: tuple[tuple[str, float], ...] = ()
         """Interruptions, `preempted` or `engine N restarted`, each with its time on `time.monotonic`'s clock."""
 
     def push(self, output: RequestOutput) -> RequestDelta:
@@ -115,6 +119,10 @@ class RequestState:
         self._record_times(output)
         self.vector = output.vector
         detokenizer = self._detokenizer
+        if detokenizer is None:
+            detokenizer = self._detokenizer = IncrementalDetokenizer(
+                self._tokenizer, self._params, self._prompt_token_ids, self._visible_token_ids
+            )
         shown = token_ids[:-1] if output.finished and self._hides_last_token(output) else token_ids
         text = detokenizer.push(shown, output.finished)
         if detokenizer.stopped is not None:
@@ -197,7 +205,9 @@ class RequestState:
         reason = output.finish_reason
         if not output.output_tokens or (reason != "eos" and _stop_token(reason) is None):
             return False
-        return not self._include_stop and output.output_tokens[-1] not in self._special_ids
+        if self._params.include_stop_str_in_output:
+            return False
+        return output.output_tokens[-1] not in self._tokenizer.special_ids
 
 
 def _stop_token(reason: str | None) -> int | None:

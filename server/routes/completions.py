@@ -74,7 +74,7 @@ class CompletionRenderer(Renderer):
         self._prompts = prompts
         self._logprobs = [
             CompletionLogprobsWriter(tokenizer, request.skip_special_tokens, request.return_tokens_as_token_ids)
-            for _ in range(len(prompts) * request.n)
+            for _ in range(0 if request.logprobs is None else len(prompts) * request.n)
         ]
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._chunks = CompletionChunkWriter(self.head, request.stream_options, num_prompt_tokens)

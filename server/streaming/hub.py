@@ -149,7 +149,7 @@ class Hub:
         self.metrics.core_restarted(resumed, self._first_replica + replica, died=died)
         now = time.monotonic()
         for live in self._live.values():
-            live.state.interruptions.append((f"engine {replica} restarted", now))
+            live.state.interruptions += ((f"engine {replica} restarted", now),)
 
     def receive(self, step: StepOutputs) -> None:
         """Pass a step's outputs to their consumers, and abort in the core the sequences that reached a stop string."""
@@ -170,7 +170,7 @@ class Hub:
             self._core.abort(stopped_early)
         for id in step.preempted:
             if (live := self._live.get(id)) is not None:
-                live.state.interruptions.append(("preempted", time.monotonic()))
+                live.state.interruptions += (("preempted", time.monotonic()),)
         if step.stats is not None:
             self.metrics.step(step.stats, generated_tokens, self._first_replica + step.replica)
 

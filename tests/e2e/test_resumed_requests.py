@@ -96,7 +96,7 @@ def assert_goes_on(core: CoreManager, name: str) -> None:
         # The request's id keys the noise of requests without a seed; batch and prefix cache must make no difference.
         resumed = msgspec.structs.replace(
             whole,
-            resumed_token_ids=tokens[:cut],
+            resumed_token_ids=tuple(tokens[:cut]),
             sampling_params=msgspec.structs.replace(params, prompt_logprobs=None),
             suspect=cut == 5,
         )

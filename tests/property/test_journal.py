@@ -42,7 +42,7 @@ class JournalMachine(RuleBasedStateMachine):
         for message in self.journal.send(entries):
             assert message.request_id not in self.core
             self.core[message.request_id] = len(message.resumed_token_ids)
-            assert message.resumed_token_ids == self.reported[message.request_id]
+            assert list(message.resumed_token_ids) == self.reported[message.request_id]
 
     @rule()
     def add(self) -> None:

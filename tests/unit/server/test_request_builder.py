@@ -1,5 +1,6 @@
 """A checked prompt becomes the messages for the core: ids, seeds, adapter, priority, salt and grammar."""
 
+import gc
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
@@ -143,7 +144,21 @@ def test_the_choices_of_a_request_share_its_lists() -> None:
     choices = sequences(params=params, n=8)
     for name in ("logit_bias", "bad_words"):
         assert len({id(getattr(each.request.sampling_params, name)) for each in choices}) == 1
-    assert len({id(each.state._detokenizer._stops) for each in choices}) == 1
+    assert len({id(each.state._params.stop_strings) for each in choices}) == 1
+
+
+def test_a_sequence_holds_few_objects_until_its_first_token() -> None:
+    """Garbage collections visit those of all sequences that wait, and hold the interpreter's lock meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        choices = sequences(n=128)
+        after = len(gc.get_objects())
+    finally:
+        gc.enable()
+    assert len(choices) == 128
+    assert after - before <= 5 * 128 + 30
 
 
 def test_the_last_index_of_a_text_is_found_in_linear_time() -> None:
