@@ -64,6 +64,16 @@ class Ttfts(list[float]):
         )
 
 
+def use_in_heavy_keys(before: dict[str, float], after: dict[str, float]) -> float:
+    """Return the light key's prompt and output tokens in units of a heavy key's mean. Above 1 it is not light."""
+
+    def tokens(key: str) -> float:
+        names = [f'kaon_key_{kind}_tokens_total{{key="{key}"}}' for kind in ("prompt", "output")]
+        return sum(after.get(name, 0.0) - before.get(name, 0.0) for name in names)
+
+    return tokens("light") * len(HEAVY) / max(1.0, sum(map(tokens, HEAVY)))
+
+
 async def test_a_light_key_is_served_next_to_ten_heavy_ones(light_and_heavy: Owners) -> None:
     """All requests of the light key are admitted, whatever the heavy keys send."""
     owners, server = light_and_heavy, light_and_heavy.server
@@ -96,9 +106,15 @@ async def test_a_light_key_is_served_next_to_ten_heavy_ones(light_and_heavy: Own
         for name, loads in MIXES.items():
             with sent_to(server, MODEL, loads, [owners.keys[each] for each in HEAVY]):
                 await asyncio.sleep(2)
+                before = server.metrics()
                 loaded = Ttfts([await ask() for _ in range(REQUESTS)])
+                use = use_in_heavy_keys(before, server.metrics())
                 share = await share_of_long_streams(len(HEAVY))
             times = loaded.quantile(0.99) / alone.quantile(0.99)
-            print(f"light key next to {name:12s}: {loaded}, p99 {times:.2f} times; {share}", flush=True)
+            print(
+                f"light key next to {name:12s}: {loaded}, p99 {times:.2f} times, with {use:.2f} of the tokens of a "
+                f"heavy key; {share}",
+                flush=True,
+            )
             assert share.tokens
             await asyncio.sleep(1)
