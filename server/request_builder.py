@@ -28,12 +28,12 @@ from server.errors import BadRequest, BodyTooLarge, NotReady, UnsupportedMediaTy
 from server.frontend import Frontend, LoadedModel, owner_of
 from server.ignored import ignore
 from server.limits.admission import counted_refusals
-from server.limits.jobs import OwnerJobs
+from server.limits.jobs import MANY_OBJECTS, OwnerJobs
 from server.limits.owners import Owner
 from server.models import Models
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.parser import AnswerParser
-from server.schemas.body import JSON, Model, RequestModel, parse_object, validate
+from server.schemas.body import JSON, Model, RequestModel, num_containers, parse_object, validate
 from server.schemas.chat import ChatCompletionRequest, CustomTool, TextGrammar, ToolUse
 from server.schemas.generation import (
     INT31,
@@ -148,8 +148,11 @@ async def reading(request: Request, model: type[Model], limits: ServerConfig) ->
         yield parse()
         return
     jobs = models.shared.jobs.of(owner_of(request.scope))
-    async with jobs.objects(body):
-        yield await jobs.body(parse)
+    async with jobs.objects(body) as free:
+        read, has_few = await jobs.body(lambda: (parse(), num_containers(body) <= MANY_OBJECTS))
+        if has_few:
+            free()
+        yield read
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

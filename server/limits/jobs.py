@@ -45,6 +45,10 @@ _LONGEST_REST_SECONDS = 0.1
 MANY_OBJECTS = 512
 """Lists and objects of a body, beyond which few such bodies are parsed and prepared at a time."""
 
+_LONGEST_SLOT_SECONDS = 5.0
+"""Time after which a slot is freed although its request still waits, for a model to load or for costly grammars: other
+requests with many objects must not wait for these."""
+
 _MAX_DEBTS = 4096
 
 
@@ -132,14 +136,24 @@ class FairPool:
         return await (until_done(running) if stays else asyncio.shield(running))
 
     @asynccontextmanager
-    async def slot(self, owner: Owner) -> AsyncIterator[None]:
-        """Hold the slot of a thread during the block, which runs in the caller's task. Raises `TooManyJobs`."""
+    async def slot(self, owner: Owner) -> AsyncIterator[Callable[[], None]]:
+        """Hold the slot of a thread during the block, which runs in the caller's task, for at most
+        `_LONGEST_SLOT_SECONDS`. Yields a function that frees it earlier. Raises `TooManyJobs`."""
         queue = await self._take_turn(owner)
-        began, is_first = time.monotonic(), queue.is_new
+        began, is_first, is_held = time.monotonic(), queue.is_new, True
+
+        def free() -> None:
+            nonlocal is_held
+            if is_held:
+                is_held = False
+                limit.cancel()
+                self._end(owner, queue, time.monotonic() - began, is_first=is_first)
+
+        limit = asyncio.get_running_loop().call_later(_LONGEST_SLOT_SECONDS, free)
         try:
-            yield
+            yield free
         finally:
-            self._end(owner, queue, time.monotonic() - began, is_first=is_first)
+            free()
 
     def close(self) -> None:
         """Let each thread end when its job is done."""
@@ -255,11 +269,11 @@ class OwnerJobs(NamedTuple):
         """Parse and validate a large request body."""
         return await self.pools.bodies.run(self.owner, work)
 
-    def objects(self, body: bytes) -> AbstractAsyncContextManager[None]:
+    def objects(self, body: bytes) -> AbstractAsyncContextManager[Callable[[], None]]:
         """Return a context for the time in which the objects of a body exist. Few bodies of many objects may at a
-        time."""
+        time. The context yields a function to call if there are few: brackets in strings are counted too."""
         many = body.count(b"{") + body.count(b"[") > MANY_OBJECTS
-        return self.pools.objects.slot(self.owner) if many else nullcontext()
+        return self.pools.objects.slot(self.owner) if many else nullcontext(lambda: None)
 
     async def text(self, work: Callable[[], Result], *, is_large: bool = False) -> Result:
         """Render, tokenise or write text. `is_large`: whether it computes in Python for long, as for very many

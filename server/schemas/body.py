@@ -233,6 +233,11 @@ def check_values(texts: Sequence[bytes], max_values: int = 0, subject: str = "th
             )
 
 
+def num_containers(text: bytes) -> int:
+    """Return the number of lists and objects in a JSON text."""
+    return sum(part.count(b"[") + part.count(b"{") for part in _outside_strings(text))
+
+
 def _commas(text: bytes) -> int:
     return text.count(b",")
 

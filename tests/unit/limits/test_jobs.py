@@ -314,3 +314,35 @@ async def test_on_two_cores_prompts_of_many_messages_are_rendered_one_at_a_time(
     # Others are rendered side by side: these two end only if both run.
     await asyncio.gather(*(jobs.of(owner).text(together.wait) for owner in (LIGHT, HEAVY)))
     jobs.close()
+
+
+async def test_a_slot_is_freed_once_early_or_after_its_longest_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that waits for its model to load must not keep others waiting."""
+    accounts = Accounts()
+    pool = FairPool("jobs", 1, 10, accounts)
+    loop = asyncio.get_running_loop()
+    limits = list[Callable[[], None]]()
+    monkeypatch.setattr(loop, "call_later", lambda _, free: limits.append(free) or asyncio.Handle(free, (), loop))
+    entered = list[str]()
+
+    async def hold(name: str, end: asyncio.Event) -> None:
+        async with pool.slot(HEAVY) as free:
+            entered.append(name)
+            if name == "early":
+                free()
+            await end.wait()
+
+    end = asyncio.Event()
+    holders = [asyncio.ensure_future(hold(name, end)) for name in ("early", "long", "last")]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert entered == ["early", "long"]
+    limits[1]()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert entered == ["early", "long", "last"]
+    assert accounts.total("jobs") == 1
+    end.set()
+    await asyncio.gather(*holders)
+    assert (accounts.total("jobs"), pool._num_free) == (0, 1)
+    pool.close()
