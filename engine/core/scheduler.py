@@ -11,7 +11,7 @@ the reading of steps, the shares of owners, interposed steps, the removal of seq
 import logging
 import operator
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -916,10 +916,11 @@ class Scheduler:
         owner = self._shares.lightest(self._may_start())
         if owner is None or not self._is_light(owner) or self._is_waited_for(owner, self._blocked):
             return None
-        if paused is None and not self._submitted:
-            # At most once for each interposed step, whose number is bounded.
-            self._preempt_for(self.waiting.first_of(owner), self._clock())
         step = self.step_budget.interposed_step(self.limits.num_tokens)
+        first = self.waiting.first_of(owner)
+        if paused is None and not self._submitted and self._is_short(step, first):
+            # At most once for each interposed step, whose number is bounded.
+            self._preempt_for(first, self._clock())
         self._take_short_prompts(step, owner, paused)
         if not step.seqs:
             return None
@@ -952,9 +953,8 @@ class Scheduler:
         owners: Iterable[str] = (each for each in self.waiting.latest_owners if each not in self._held_back)
         if self._has_slot() and self._blocked is None:
             return owners
-        running = Counter(seq.owner for seq in self.running)
-        mean = len(self.running) / max(1, len(running.keys() | self.waiting.owners))
-        return (each for each in owners if running[each] < mean)
+        holdings = self._holdings()
+        return (each for each in owners if holdings[each].in_shares < 1.0)
 
     def _is_light(self, owner: str) -> bool:
         """Whether short prompts of an owner would be interposed now. Thread-safe."""
@@ -976,16 +976,19 @@ class Scheduler:
 
     def _interposes(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
         """Whether a waiting sequence's whole prompt can be added to a step; if `paused`, that is interposed in it."""
+        if not (self._is_short(step, seq) and self._has_slot() and self.block_manager.can_allocate(seq)):
+            return False
+        if paused is None or not self.block_manager.count_cached_tokens(seq):
+            return True
+        # The paused step may have published blocks that it is still writing, so cached blocks are checked against it.
+        return paused.written_blocks.isdisjoint(self.block_manager.find_prefix(seq))
+
+    def _is_short(self, step: StepBuilder, seq: Sequence) -> bool:
+        """Whether a sequence's whole prompt fits a step's tokens and time, and may be interposed."""
         if not _may_be_interposed(seq):
             return False
-        prefix = self.block_manager.count_cached_tokens(seq)
-        count = max(1, seq.num_tokens - prefix)
-        if count > step.budget or self._chunk(step, seq.num_tokens - count, count) < count:
-            return False
-        if not (self._has_slot() and self.block_manager.can_allocate(seq)):
-            return False
-        # The paused step may have published blocks that it is still writing, so cached blocks are checked against it.
-        return not prefix or paused is None or paused.written_blocks.isdisjoint(self.block_manager.find_prefix(seq))
+        count = max(1, seq.num_tokens - self.block_manager.count_cached_tokens(seq))
+        return count <= step.budget and self._chunk(step, seq.num_tokens - count, count) >= count
 
     # -- removal ------------------------------------------------------------------------------------------------------
 

@@ -298,6 +298,28 @@ def test_a_short_prompt_waits_for_no_further_step_where_heavy_owners_hold_all_sl
     made.scheduler.check_integrity()
 
 
+def test_no_slot_is_freed_before_an_interposed_step_for_a_prompt_that_is_too_long_for_it() -> None:
+    """Such slots are freed after a check every 50 ms: steps of a few milliseconds would preempt as often."""
+    made = loaded_engine(max_num_seqs=20)
+    before = made.scheduler.stats("", 0.0).preemptions
+    seq = made.add(3000, 1, owner="light", at=made.now)
+    made._take_in()
+    assert made.scheduler.interpose() is None
+    assert made.scheduler.stats("", 0.0).preemptions == before
+    made.run(lambda: seq.is_finished)
+    assert made.scheduler.stats("", 0.0).preemptions > before
+
+
+def test_a_short_prompt_of_a_heavier_weight_that_holds_less_than_its_share_is_interposed() -> None:
+    made = loaded_engine(max_num_seqs=20)
+    made.add(20, 3000, owner="light", at=made.now, weight=4.0)
+    made.run(lambda: made.now > 120)
+    late = [made.add(20, 3000, owner="light", at=made.now, weight=4.0) for _ in range(3)]
+    made._take_in()
+    made._interpose(None)
+    assert all(seq.id in {id for batch in made.interposed for id in batch.req_ids} for seq in late)
+
+
 def test_no_owner_is_preempted_for_one_that_holds_its_share() -> None:
     made = loaded_engine(max_num_seqs=20)
     before = made.scheduler.stats("", 0.0).preemptions
