@@ -351,23 +351,27 @@ class CallObjectParser(ToolCallParser):
     def _read_list(self, end_marker: str = "") -> Waiting[bool]:
         """Read the next list of such objects, recorded from its marker. Returns whether it was complete.
 
-        `end_marker` follows the list. If the list is incomplete, the text that belongs to no call has become content.
+        If `end_marker`, which is not read, follows instead of the closing bracket, the list is complete too. If it is
+        incomplete, the text that belongs to no call has become content.
         """
         feed = self._feed
+        calls = self._calls
         feed.take(1)
         while (yield from feed.skip_whitespace()) == "{":
             if not (yield from self._read_call(end_marker)):
                 return False
             feed.begin_record()
-            separator = yield from feed.skip_whitespace()
-            if separator not in (",", "]"):
+            if (yield from feed.skip_whitespace()) != ",":
                 break
             feed.take(1)
-            if separator == "]":
-                feed.end_record()
-                return True
-        self._record_is_content()
-        return False
+        is_closed = self._calls > calls and (yield from feed.next_character()) == "]"
+        if is_closed:
+            feed.take(1)
+        elif not (self._calls > calls and end_marker and (yield from self._comes(end_marker))):
+            self._record_is_content()
+            return False
+        feed.end_record()
+        return True
 
     def _broken_off(self, name: str | None, calls: int) -> bool:
         """Handle an incomplete object: pass on a call without arguments if `name` is known, else the record as

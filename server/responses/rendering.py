@@ -404,7 +404,7 @@ class CompactionOutput(ResponseOutput):
     def finish(self, status: ItemStatus) -> bytes:
         """Return the events of the item. Without text, raises `BadRequest` if there are limits, else `EngineError`."""
         if self._parser is not None:
-            self._keep(self._parser.finish(), 0)
+            self._keep(self._parser.finish(cut_off=status == "incomplete"), 0)
         summary = "".join(self._summary).strip()
         if not summary and self._limits:
             raise BadRequest(

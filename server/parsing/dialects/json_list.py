@@ -36,7 +36,7 @@ class JsonListParser(CallObjectParser):
             end = self._ends[begin]
             match (yield from feed.skip_whitespace()):
                 case "[":
-                    is_whole = yield from self._read_list()
+                    is_whole = yield from self._read_list(end)
                 case "{":
                     is_whole = yield from self._read_call(end)
                 case _:

@@ -28,7 +28,7 @@ class PythonicParser(ToolCallParser):
         feed = self._feed
         feed.begin_record()
         yield from feed.skip_whitespace()
-        marked = yield from feed.take_marker(START)
+        marked = self._announced = yield from feed.take_marker(START)
         if (yield from feed.skip_whitespace()) == "[":
             feed.take(1)
             yield from self._read_calls()

@@ -400,6 +400,10 @@ _AROUND += [
 ]
 
 _MENDED = [
+    Written("hermes", f"<tool_call>[{_OBJECT}, {_OBJECT_NOW}</tool_call>\nDone.", _answer("Done.", _CALL, _NOW)),
+    Written("hermes", f"<tool_call>[{_OBJECT[:-1]}</tool_call>", _answer("", _CALL)),
+    Written("hermes", f"<tool_call>[{_OBJECT},]</tool_call>", _answer("", _CALL)),
+    Written("nemotron_json", f"<TOOLCALL>[{_OBJECT}, {_OBJECT_NOW}</TOOLCALL>Done.", _answer("Done.", _CALL, _NOW)),
     Written(
         "hermes",
         f'<tool_call>{{"arguments": {json.dumps(PARIS)}, "name": "get_weather"}}</tool_call>',

@@ -63,6 +63,10 @@ def test_a_call_that_its_length_cuts_off_before_its_name_is_known_is_no_content(
     assert parsed(parser(dialect), text).content == text
 
 
+def test_a_call_after_a_token_of_calls_that_is_cut_off_before_its_name_is_known_is_no_content() -> None:
+    assert parsed(parser("pythonic"), *"<|python_start|>[get_wea", cut_off=True) == ("", "", [])
+
+
 @pytest.mark.parametrize(
     ("dialect", "text"),
     [

@@ -303,6 +303,12 @@ def test_a_compaction_is_one_sealed_item(finish_reason: str) -> None:
     assert SEALED.opener(ANYONE.key)("compaction", plain["encrypted_content"]) == "We agreed."
 
 
+def test_a_compaction_has_no_beginning_of_a_call_that_the_token_limit_cuts_off() -> None:
+    parser = HermesParser(ToolUse.of([], "auto"))
+    item = whole(parser, ["We agreed.", '<tool_call>{"na'], "length", **COMPACT).output[0].model_dump()
+    assert SEALED.opener(ANYONE.key)("compaction", item["encrypted_content"]) == "We agreed."
+
+
 def test_a_compaction_without_a_summary_fails() -> None:
     with pytest.raises(EngineError, match="wrote no summary"):
         whole(ScriptedParser([[ReasoningPart("hm")]]), ["t"], **COMPACT)
