@@ -198,7 +198,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._has_ended = False
         """Whether the client has shut down its sending side."""
         self._is_discarding = False
-        """Whether the last answer has been sent."""
+        """Whether the last answer has been sent, so that further bytes are discarded."""
+        self._is_last = False
+        """Whether the connection ends after the present answer, although its request is incomplete."""
         self._refusal: ApiError | None = None
         """The error because of which the parser was stopped."""
 
@@ -354,9 +356,24 @@ class HttpProtocol(HttpToolsProtocol):
                     return
             self._has_begun = True
             cycle.message_event.set()
+            if cycle.more_body and not cycle.keep_alive:
+                send = self._lingering(cycle, send)
             await self._application(
                 scope, receive, _unchunked(cycle, send) if scope["http_version"] == "1.0" else send
             )
+
+    def _lingering(self, cycle: RequestResponseCycle, send: Send) -> Send:
+        """Wrap `send` of `cycle`, a connection's last request, whose body is incomplete.
+
+        uvicorn would close the connection at the answer's end, and the rest of the body would reset it.
+        """
+
+        async def send_lingering(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body", False) and cycle.more_body:
+                self._is_last = cycle.keep_alive = True
+            await send(message)
+
+        return send_lingering
 
     # -- what the parser reports --------------------------------------------------------------------------------
 
@@ -400,7 +417,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.transport.is_closing():
+        if self._is_last and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._discard_rest()
+        elif not self.transport.is_closing():
             self._connection.end_answer(begun=not self.cycle.response_complete, complete=not self.cycle.more_body)
             self._choose_reading()
 
@@ -424,10 +444,14 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _send_last(self, error: ApiError) -> None:
-        """Answer with `error`, and close after the client has closed. If this side closed first, further bytes of the
-        client would reset the connection, and the answer could be lost."""
-        self._unparsed.clear()
+        """Answer with `error`, and end the connection."""
         self.transport.write(as_raw_response(error, {HEADER: new_request_id()}))
+        self._discard_rest()
+
+    def _discard_rest(self) -> None:
+        """Close after the client has closed. If this side closed first, further bytes of the client would reset the
+        connection, and the last answer could be lost."""
+        self._unparsed.clear()
         if self._has_ended or not self.transport.can_write_eof():
             self.transport.close()
             return

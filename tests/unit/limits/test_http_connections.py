@@ -533,6 +533,21 @@ async def test_an_answer_before_the_body_leaves_the_connection_usable() -> None:
 
 
 @run
+async def test_a_last_answer_before_the_body_arrives_although_the_client_sends_the_rest() -> None:
+    """If the server closed the connection, the rest would reset it."""
+    for version in (b"1.1\r\nConnection: close", b"1.0"):
+        async with serving() as edge:
+            head = b"POST /unread HTTP/" + version + b"\r\nContent-Length: 9000000\r\n\r\n"
+            client = await edge.connect(head + b"x" * 8_999_999)
+            answer = await client.all()
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert answer.count(b"connection: close") == 1
+            assert not edge.connections._num_served
+            await edge.wait(11)
+            assert len(edge.connections) == 0
+
+
+@run
 async def test_an_expected_continue_comes_before_the_body() -> None:
     async with serving() as edge:
         client = await edge.connect(b"POST /x HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
