@@ -578,8 +578,8 @@ _RECOVERY = (
     ),
     Mutation(
         "recovery/resumed-request-forgets-its-tokens",
-        "resumed_token_ids=self.token_ids,",
-        "resumed_token_ids=self.token_ids[:-1],",
+        "resumed_token_ids=tuple(self.token_ids),",
+        "resumed_token_ids=tuple(self.token_ids[:-1]),",
         _JOURNAL,
     ),
     Mutation(
@@ -873,8 +873,8 @@ _PARSERS = (
     ),
     Mutation(
         "parsers/stop-token-shown",
-        "return not self._include_stop and output.output_tokens[-1] not in self._special_ids",
-        "return self._include_stop and output.output_tokens[-1] not in self._special_ids",
+        "return output.output_tokens[-1] not in self._tokenizer.special_ids",
+        "return output.output_tokens[-1] in self._tokenizer.special_ids",
         ("unit/text/test_request_state.py",),
     ),
 )
