@@ -131,6 +131,8 @@ COMPILED := $(wildcard setup.py models/ops/cpu/*.[ch])
 $(VENV)/.installed-test: EXTRAS := [test]
 $(VENV)/.installed-dev: EXTRAS := [test,dev]
 $(VENV)/.installed-dev: IMPLIED := $(VENV)/.installed-test
+# Otherwise an old library would stay where the sources do not compile; empty: installs without a compiler too.
+$(VENV)/.installed-test $(VENV)/.installed-dev: export KAON_MUST_COMPILE ?= 1
 $(VENV)/.installed-site: EXTRAS := [site]
 $(VENV)/.installed-ops: EXTRAS := [test,ops]
 $(VENV)/.installed-ops: IMPLIED := $(VENV)/.installed-test

@@ -1,4 +1,7 @@
-"""The compiled operators; everything else of the build is in pyproject.toml. Without a compiler they are left out."""
+"""The compiled operators; everything else of the build is in pyproject.toml.
+
+Without a compiler they are left out, unless KAON_MUST_COMPILE is set: then a failure ends the installation.
+"""
 
 import os
 import platform
@@ -48,7 +51,7 @@ setup(
             define_macros=[("KAON_SOURCES", f'"{_HASH}"')],
             extra_compile_args=_ARGUMENTS,
             libraries=["m", "pthread"],
-            optional=True,
+            optional=not os.environ.get("KAON_MUST_COMPILE"),
         ),
     ],
 )

@@ -74,6 +74,24 @@ def built(folder: Path, umask: int) -> Path:
     return wheel
 
 
+@pytest.mark.parametrize(("required", "is_built"), [("", True), ("1", False)])
+def test_an_error_of_the_compiler_ends_the_build_where_operators_are_required(
+    tmp_path: Path, required: str, is_built: bool
+) -> None:
+    (tmp_path / "models/ops/cpu").mkdir(parents=True)
+    (tmp_path / "models/ops/cpu/broken.c").write_text("not C")
+    for name in ("setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    run = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext"],
+        cwd=tmp_path,
+        env={**os.environ, "KAON_MUST_COMPILE": required},
+        capture_output=True,
+        check=False,
+    )
+    assert (run.returncode == 0) is is_built
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("first"), 0o022)
