@@ -142,26 +142,13 @@ TARGET INLINE void NAME(add_outputs)(const struct coded_part *part, const char *
         for (int first = 0; first < VECTORS; first += AT_ONCE)                                                       \
             NAME(add_outputs)(part, x, row, first ? 0 : stride, rows, first);                                        \
     }
-ADD_ROWS(1)
-ADD_ROWS(2)
-ADD_ROWS(3)
-ADD_ROWS(4)
-#if ROWS == 8
-ADD_ROWS(5)
-ADD_ROWS(6)
-ADD_ROWS(7)
-ADD_ROWS(8)
-#endif
+UP_TO(ROWS, ADD_ROWS)
+#define ADDER(rows) NAME(add_rows##rows),
 
 typedef void NAME(rows_adder)(const struct coded_part *part, const char *x, int64_t row, int64_t stride);
 
 static void NAME(add_numbers)(const struct coded_part *part, int64_t rows) {
-    static NAME(rows_adder) *const adders[ROWS] = {
-        NAME(add_rows1), NAME(add_rows2), NAME(add_rows3), NAME(add_rows4),
-#if ROWS == 8
-        NAME(add_rows5), NAME(add_rows6), NAME(add_rows7), NAME(add_rows8),
-#endif
-    };
+    static NAME(rows_adder) *const adders[ROWS] = {UP_TO(ROWS, ADDER)};
     for (int64_t row = 0; row < rows; row += ROWS)
         adders[min64(ROWS, rows - row) - 1](part,
                                             part->x + (row / LANES * part->all * TILE + row % LANES * DEPTH) *
@@ -241,32 +228,25 @@ TARGET INLINE void NAME(add_panels)(const struct coded_part *part, int rows, int
     }
 }
 
+#define ADD_SOME(count) \
+    if (rows == count && panels == 1) NAME(add_panels)(part, count, 1, kind);
+TARGET INLINE void NAME(add_codes)(const struct coded_part *part, int64_t rows, int64_t panels, int kind) {
+    if (panels == PANELS) NAME(add_panels)(part, 1, PANELS, kind);
+    else if (panels == 2) NAME(add_panels)(part, 1, 2, kind);
+    UP_TO(CODE_ROWS, ADD_SOME)
+}
+
 #define ADD_CODES(kind)                                                                              \
     TARGET static void NAME(add_##kind)(const struct coded_part *part, int64_t rows, int64_t panels) { \
-        if (panels == PANELS) NAME(add_panels)(part, 1, PANELS, kind);                               \
-        else if (panels == 2) NAME(add_panels)(part, 1, 2, kind);                                    \
-        else if (rows == 1) NAME(add_panels)(part, 1, 1, kind);                                      \
-        OTHER_ROWS(kind)                                                                             \
+        NAME(add_codes)(part, rows, panels, kind);                                                   \
     }
-#if CODE_ROWS == 8
-#define OTHER_ROWS(kind)                                          \
-    else if (rows == 2) NAME(add_panels)(part, 2, 1, kind);       \
-    else if (rows == 3) NAME(add_panels)(part, 3, 1, kind);       \
-    else if (rows == 4) NAME(add_panels)(part, 4, 1, kind);       \
-    else if (rows == 5) NAME(add_panels)(part, 5, 1, kind);       \
-    else if (rows == 6) NAME(add_panels)(part, 6, 1, kind);       \
-    else if (rows == 7) NAME(add_panels)(part, 7, 1, kind);       \
-    else NAME(add_panels)(part, 8, 1, kind);
-#else
-#define OTHER_ROWS(kind)
-#endif
 ADD_CODES(INT4)
 ADD_CODES(FP4)
 ADD_CODES(INT8)
 ADD_CODES(FP8)
 static codes_adder *const NAME(codes_adders)[] = {NAME(add_INT4), NAME(add_FP4), NAME(add_INT8), NAME(add_FP8)};
 #undef ADD_CODES
-#undef OTHER_ROWS
+#undef ADD_SOME
 #endif
 
 #undef VECTORS
@@ -274,6 +254,7 @@ static codes_adder *const NAME(codes_adders)[] = {NAME(add_INT4), NAME(add_FP4),
 #undef AT_ONCE
 #undef TILES
 #undef ADD_ROWS
+#undef ADDER
 #undef NAME
 #undef TARGET
 #undef WIDTH

@@ -87,25 +87,12 @@ TARGET INLINE void NAME(add_steps)(const char *x, const bf16 *weight, int64_t st
             NAME(add_steps)(x, weight + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2, steps, is_first,      \
                             sums + v * WIDTH, rows, AT_ONCE, stream);                                           \
     }
-ADD_ROWS(1)
-ADD_ROWS(2)
-ADD_ROWS(3)
-ADD_ROWS(4)
-#if ROWS == 8
-ADD_ROWS(5)
-ADD_ROWS(6)
-ADD_ROWS(7)
-ADD_ROWS(8)
-#endif
+UP_TO(ROWS, ADD_ROWS)
 
 typedef void NAME(rows_adder)(const char *x, const bf16 *weight, int64_t steps, int is_first, float *sums,
                               struct NAME(stream) *stream);
-static NAME(rows_adder) *const NAME(adders)[ROWS] = {
-    NAME(add_rows1), NAME(add_rows2), NAME(add_rows3), NAME(add_rows4),
-#if ROWS == 8
-    NAME(add_rows5), NAME(add_rows6), NAME(add_rows7), NAME(add_rows8),
-#endif
-};
+#define ADDER(rows) NAME(add_rows##rows),
+static NAME(rows_adder) *const NAME(adders)[ROWS] = {UP_TO(ROWS, ADDER)};
 
 /* Several blocks of rows are multiplied by a few steps of the weight while these are in the L1 cache, and each
  * prefetches a part of the next few; a single block goes through the whole panel. With a cached weight, the first block
@@ -191,17 +178,14 @@ TARGET INLINE void NAME(multiply_rows)(const char *x, const bf16 *weight, int64_
     TARGET static void NAME(multiply_rows##rows)(const char *x, const bf16 *weight, int64_t steps, float *sums) { \
         NAME(multiply_rows)(x, weight, steps, sums, rows, PANELS_AT_ONCE(rows));                                    \
     }
-MULTIPLY_ROWS(1)
-MULTIPLY_ROWS(2)
-MULTIPLY_ROWS(3)
-MULTIPLY_ROWS(4)
+UP_TO(SIDE_ROWS, MULTIPLY_ROWS)
 
 typedef void NAME(rows_multiplier)(const char *x, const bf16 *weight, int64_t steps, float *sums);
+#define MULTIPLIER(rows) NAME(multiply_rows##rows),
 
 static int64_t NAME(multiply_side)(const char *staged, int64_t count, const bf16 *weight, int64_t panels, int64_t steps,
                                    float *sums) {
-    static NAME(rows_multiplier) *const multipliers[SIDE_ROWS] = {NAME(multiply_rows1), NAME(multiply_rows2),
-                                                                  NAME(multiply_rows3), NAME(multiply_rows4)};
+    static NAME(rows_multiplier) *const multipliers[SIDE_ROWS] = {UP_TO(SIDE_ROWS, MULTIPLIER)};
     int64_t at_once = count > SIDE_ROWS ? 1 : PANELS_AT_ONCE(count);
     if (at_once < 2 || at_once > panels) return 0;
     multipliers[count - 1](staged, weight, steps, sums);
@@ -284,7 +268,9 @@ static const struct panel_products NAME(products) = {.staged_bytes = STAGED_BYTE
                                                      .multiply_side = NAME(multiply_side)};
 
 #undef ADD_ROWS
+#undef ADDER
 #undef MULTIPLY_ROWS
+#undef MULTIPLIER
 #undef FITTING
 #undef PANELS_AT_ONCE
 #undef VECTORS_AT_ONCE

@@ -11,6 +11,13 @@
 
 #define STAGED_BYTES(pairs) ((pairs) ? (int64_t)sizeof(bf16) : (int64_t)sizeof(float)) /* of an input of a staged row */
 
+/* A macro for each number up to 1, 4 or 8: kernels have functions for so many rows. */
+#define UP_TO_1(OF) OF(1)
+#define UP_TO_4(OF) UP_TO_1(OF) OF(2) OF(3) OF(4)
+#define UP_TO_8(OF) UP_TO_4(OF) OF(5) OF(6) OF(7) OF(8)
+#define PASTED(A, B) A##B
+#define UP_TO(COUNT, OF) PASTED(UP_TO_, COUNT)(OF)
+
 #define MANY_ROWS (8 * LANES) /* with more rows, three tiles are faster than two */
 
 /* Number of rows to take of those left; of 64, not all but 16, which would take as long as 32. */
@@ -19,12 +26,13 @@ static inline int64_t rows_of_group(int64_t left, int64_t rows) {
     return is_two ? 2 * LANES : min64(GROUP, left);
 }
 
-/* Other work, some rows at a time, between the steps of a product, for execution units that the product leaves idle; and the weight
- * that is multiplied next: each step fetches `lines` cache lines of it into the L2 cache. */
+/* Other work, which a product does between its steps with execution units that it leaves idle: `do_rows` for some of the
+ * rows from `first` to `past` at a time. And the weight that is multiplied next: each step fetches `lines` cache lines of it
+ * into the L2 cache. */
 struct side_work {
     void (*do_rows)(const void *what, int64_t first, int64_t past);
     const void *what;
-    int64_t first, past; /* rows */
+    int64_t first, past;
     const char *soon;
     int64_t lines;
 };
@@ -48,7 +56,7 @@ struct panel_products {
                           int is_first, float *sums, const struct side_work *side);
     /* Sums and a bias [32] to bfloat16, 32 outputs a row; whole lines of a large output past the caches. */
     void (*round)(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out, int64_t out_stride);
-    /* Rounded rows of 32 outputs, as `round` does it. */
+    /* Store rows of 32 outputs that `round` has rounded; whole lines of a large output past the caches. */
     void (*put)(const bf16 *rows, int64_t count, int is_large, bf16 *out, int64_t out_stride);
     /* A plain loop of products in registers, for a number of rounds; returns its number of multiplications and
      * additions. `sums`: [1536], the sums of the loop. */
@@ -102,7 +110,6 @@ int64_t multiply_first(const struct panel_products *products, const char *staged
 
 /* How many rows of `inputs` inputs are staged at once. */
 int64_t rows_to_stage(int64_t inputs);
-
 
 /* A thread's rows in the layout of the products: by 16, as tiles [inputs / 32][16 rows][32], padded with zeros. */
 struct staged {

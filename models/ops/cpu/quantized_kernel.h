@@ -125,36 +125,16 @@ typedef void NAME(rows_adder)(const int8_t *x, const float *scales, const int32_
         for (int v = AT_ONCE; v < PANEL / WIDTH; v += AT_ONCE)                                                      \
             NAME(add_outputs)(x, scales, totals, panel, v, sums, NULL, COUNT, BITS);                                \
     }
-ADD_ROWS(8, 1)
-ADD_ROWS(8, 2)
-ADD_ROWS(8, 3)
-ADD_ROWS(8, 4)
-#if ROWS == 8
-ADD_ROWS(8, 5)
-ADD_ROWS(8, 6)
-ADD_ROWS(8, 7)
-ADD_ROWS(8, 8)
-#endif
-ADD_ROWS(4, 1)
-ADD_ROWS(4, 2)
-ADD_ROWS(4, 3)
-ADD_ROWS(4, 4)
-#if ROWS == 8
-ADD_ROWS(4, 5)
-ADD_ROWS(4, 6)
-ADD_ROWS(4, 7)
-ADD_ROWS(4, 8)
-#define ADDERS(BITS)                                                                                            \
-    {NAME(add_rows##BITS##_1), NAME(add_rows##BITS##_2), NAME(add_rows##BITS##_3), NAME(add_rows##BITS##_4), \
-     NAME(add_rows##BITS##_5), NAME(add_rows##BITS##_6), NAME(add_rows##BITS##_7), NAME(add_rows##BITS##_8)}
-#else
-#define ADDERS(BITS) \
-    {NAME(add_rows##BITS##_1), NAME(add_rows##BITS##_2), NAME(add_rows##BITS##_3), NAME(add_rows##BITS##_4)}
-#endif
+#define ADD_ROWS8(COUNT) ADD_ROWS(8, COUNT)
+#define ADD_ROWS4(COUNT) ADD_ROWS(4, COUNT)
+UP_TO(ROWS, ADD_ROWS8)
+UP_TO(ROWS, ADD_ROWS4)
+#define ADDER8(COUNT) NAME(add_rows8_##COUNT),
+#define ADDER4(COUNT) NAME(add_rows4_##COUNT),
 
 static void NAME(multiply)(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
                            int32_t *products, struct lines *ahead) {
-    static NAME(rows_adder) *const adders[2][ROWS] = {ADDERS(8), ADDERS(4)};
+    static NAME(rows_adder) *const adders[2][ROWS] = {{UP_TO(ROWS, ADDER8)}, {UP_TO(ROWS, ADDER4)}};
     (void)products;
     for (int64_t row = 0; row < rows->count; row += ROWS) {
         int64_t tile = row / LANES * rows->blocks, place = row % LANES, count = min64(ROWS, rows->count - row);
@@ -166,7 +146,10 @@ static void NAME(multiply)(const struct quantized_rows *rows, const struct quant
 }
 
 #undef ADD_ROWS
-#undef ADDERS
+#undef ADD_ROWS8
+#undef ADD_ROWS4
+#undef ADDER8
+#undef ADDER4
 #undef ROWS
 #undef PLACE
 #undef NAME
