@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import gated_delta as delta_ops
 from models.ops.cpu import latent_attention as latent_ops
+from models.ops.cpu import recurrent as recurrent_ops
 from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
 from models.ops.cpu import sampling as sampling_ops
@@ -22,10 +24,11 @@ from models.ops.cpu.packed_weight import CodedWeight, PackedWeight, QuantizedWei
 from models.ops.types import CLAMPED_SILU, SILU, AttentionOptions
 from models.ops.weight_formats import Codes, nibbles
 from tests.parity.test_cpu_codes import KINDS, assert_same_products, random_codes
-from tests.parity.test_cpu_delta import layer, random_inputs, read
+from tests.parity.test_cpu_delta import STEPS, Spans, layer, random_inputs, read
 from tests.parity.test_cpu_latents import attend, unit_latents
 from tests.parity.test_cpu_latents import reference as latent_reference
 from tests.parity.test_cpu_operators import bf16, greedy_head, packed, reference, run_steps
+from tests.parity.test_cpu_recurrent import SLOTS, WHOLE, run
 from tests.parity.test_cpu_sampling import FILTERS, WIDE, in_order, is_best, noise_of, random_rows, rows_of
 from tests.parity.test_cpu_sampling import draw as draw_tokens
 
@@ -43,6 +46,7 @@ def fuzz(rounds: int, paths: Sequence[int]) -> None:
         _experts(draw, number)
         _latents(draw, number)
         _delta_nets(draw, number)
+        _state_spaces(draw, number)
         _choices(draw, number)
 
 
@@ -56,6 +60,7 @@ def _products(draw: random.Random, seed: int) -> None:
         inputs += draw.choice((0, 1281))
     x, weight, bias = bf16(rows, inputs, seed=seed), bf16(outputs, inputs, seed=seed + 1), bf16(outputs, seed=seed + 2)
     _close(ops.linear(x, packed(weight), bias, dtype=torch.float32), x.float() @ weight.float().T + bias.float())
+    assert ops.linear(x[:0], packed(weight)).shape == (0, outputs)
     likeliest, _ = greedy_head(packed(weight), bias, rows).choose(x)
     assert likeliest.tolist() == ops.linear(x, packed(weight), bias, dtype=torch.float32).argmax(-1).tolist()
     halves = packed(bf16(64 * draw.randint(1, 3), inputs, seed=seed))
@@ -76,7 +81,7 @@ def _products(draw: random.Random, seed: int) -> None:
 
 
 def _quantized_products(draw: random.Random, seed: int) -> None:
-    rows, inputs, outputs = draw.choice((1, 3, 4, 5, 17, 70)), draw.randint(1, 300), draw.randint(1, 100)
+    rows, inputs, outputs = draw.choice((1, 3, 4, 5, 8, 9, 17, 70)), draw.randint(1, 300), draw.randint(1, 100)
     x, weight, bias = bf16(rows, inputs, seed=seed), bf16(outputs, inputs, seed=seed + 1), bf16(outputs, seed=seed + 2)
     made = QuantizedWeight(outputs, inputs, draw.choice((4, 8)))
     cut = draw.randint(0, outputs)
@@ -99,7 +104,7 @@ def _quantized_products(draw: random.Random, seed: int) -> None:
 
 
 def _coded_products(draw: random.Random, seed: int) -> None:
-    rows, inputs, outputs = draw.choice((1, 3, 17, 70)), 64 * draw.randint(1, 5), draw.randint(1, 100)
+    rows, inputs, outputs = draw.choice((1, 3, 8, 9, 17, 49, 70)), 64 * draw.randint(1, 5), draw.randint(1, 100)
     torch.manual_seed(seed)
     x, first = bf16(rows, inputs, seed=seed), draw.randint(0, outputs - 1)
     pairs = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
@@ -218,17 +223,41 @@ def _latents(draw: random.Random, seed: int) -> None:
 
 def _delta_nets(draw: random.Random, seed: int) -> None:
     made = layer(
-        draw.randint(1, 3), draw.randint(1, 3), draw.randint(1, 40), 16 * draw.randint(1, 6), draw.randint(2, 6)
+        draw.randint(1, 3), draw.randint(1, 3), draw.randint(1, 40), 16 * draw.randint(1, 10), draw.randint(2, 6)
     )
     lengths = {draw.randint(0, 1): draw.randint(1, 20), draw.randint(2, 4): draw.randint(1, 20)}
     inputs = random_inputs(made, lengths)
     whole = read(made, [[(slot, 0, n) for slot, n in lengths.items()]], inputs)
-    steps = [[(slot, 0, n // 2) for slot, n in lengths.items()], [(slot, n // 2, n) for slot, n in lengths.items()]]
+    cuts = [(0, 0.5), (0.5, 0.9), (0.9, 1)]
+    steps = [[(slot, int(a * n), int(b * n)) for slot, n in lengths.items()] for a, b in cuts]
     for found, in_parts in zip(whole, read(made, steps, inputs), strict=True):
         assert found.isfinite().all()
         assert torch.equal(found, in_parts)
     x, gate = bf16(lengths[min(lengths)], 3, 2 * 17, seed=seed).chunk(2, dim=-1)
     _close(delta_ops.gate_heads(x, gate), x.float() * gate.float().sigmoid())
+
+
+def _state_spaces(draw: random.Random, seed: int) -> None:
+    heads, dim, size = draw.randint(1, 20), draw.randint(1, 150), draw.randint(1, 9)
+    x, dt = bf16(80, heads * dim + 2 * size, seed=seed), bf16(80, heads, seed=seed + 1)
+    weights = [torch.randn(heads) for _ in range(3)]
+    channels, taps = draw.randint(1, 1100), draw.randint(2, 6)
+    wide, conv = bf16(80, channels, seed=seed + 2), bf16(taps, channels, seed=seed + 3)
+
+    def computed(steps: list[Spans]) -> tuple[torch.Tensor, torch.Tensor]:
+        states, inputs = torch.zeros(SLOTS, heads, size, dim), torch.zeros(SLOTS, taps - 1, channels).bfloat16()
+
+        def scan(step: structures.Step, x: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
+            return recurrent_ops.state_space(x, dt, *weights, states, step, groups=1, limits=(0.0, float("inf")))
+
+        def convolve(step: structures.Step, x: torch.Tensor) -> torch.Tensor:
+            return recurrent_ops.convolve(x, conv, None, inputs, step, gates=None, has_silu=True)
+
+        return run(steps, scan, heads * dim, x=x, dt=dt), run(steps, convolve, channels, x=wide)
+
+    for found, in_parts in zip(computed([WHOLE]), computed(STEPS), strict=True):
+        assert found.isfinite().all()
+        assert torch.equal(found, in_parts)
 
 
 def _choices(draw: random.Random, seed: int) -> None:
@@ -237,8 +266,8 @@ def _choices(draw: random.Random, seed: int) -> None:
     k = draw.randint(1, min(width, draw.choice((5, 300, structures.MAX_LARGEST))))
     for row, ids in zip(logits.numpy(), sampling_ops.largest(logits, k).tolist(), strict=True):
         assert ids == in_order(row, k)
-    filters, temperature = draw.choice(FILTERS), draw.choice((0.3, 2.0))
-    chosen = random_rows(len(logits), width, seed % 16, **filters, temperature=temperature)
+    filters: dict[str, Any] = {"temperature": draw.choice((0.3, 2.0)), **draw.choice(FILTERS)}
+    chosen = random_rows(len(logits), width, seed % 16, **filters)
     for row, token in zip(logits.numpy(), draw_tokens(logits, chosen), strict=True):
         assert is_best(token, row, chosen, noise_of(seed % 16)[:width])
 

@@ -443,7 +443,7 @@ static const struct ALIGNED {
 } palettes[2][LANES] = {FOR_EACH(OF_ROWS), FOR_EACH(OF_COLUMNS)};
 
 AMX static void load_palette(int has_columns, int64_t rows) {
-    _tile_loadconfig(&palettes[has_columns][min64(rows, LANES) - 1]);
+    _tile_loadconfig(&palettes[has_columns][max64(1, min64(rows, LANES)) - 1]);
 }
 
 AMX static void release_palette(void) { _tile_release(); }
