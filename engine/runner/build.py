@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from engine.config.config import Config
+from engine.config.config import Config, SpeculativeConfig
 from engine.distributed.curve import endpoint
 from engine.distributed.host_resources import CorePlan, HostShare, Shard, own_cpus, plan_cores
 from engine.distributed.lockstep import BarrierCounters, LockstepMember
@@ -46,6 +46,8 @@ from models.quantization.config import ROUNDINGS
 
 logger = logging.getLogger(__name__)
 
+_OWN_HEAD_DRAFTS = 3
+"""Most drafts of the embedded model's own head by default."""
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """The number of the system call `set_mempolicy`."""
 _MPOL_BIND = 2
@@ -218,6 +220,8 @@ def load_rank(
     if shard is not None:
         parallel = TensorParallel(shard.rank, shard.size, group, experts)
     operators = start_operators(config, device, dtype)
+    if operators is not None and shard is None and lockstep_member is None and pooling is None:
+        config = _with_own_head(config, model_config)
     pinned: frozenset[int] = frozenset()
     if plan is not None:
         pinned = pin(plan, operators)
@@ -242,6 +246,18 @@ def load_rank(
     if loaded.layer_caches().have_states and (caution := ptxas.caution(device)) is not None:
         logger.info("%s", caution)
     return LoadedRank(loaded, pinned, group, world)
+
+
+def _with_own_head(config: Config, model_config: CheckpointConfig) -> Config:
+    """The config with drafts by the embedded model's own head, unless it has settings of drafts or adapters.
+
+    Called where one rank computes by the compiled operators, which verify and draft in one call with exact answers.
+    """
+    is_embedded = config.model is None and isinstance(model_config, ModelConfig)
+    if not is_embedded or config.speculative_config is not None or config.lora:
+        return config
+    drafts = SpeculativeConfig(speculative_method="eagle", num_speculative_tokens=_OWN_HEAD_DRAFTS)
+    return config.model_copy(update={"speculative_config": drafts})
 
 
 def _rank_on_host(shard: Shard | None, share: HostShare) -> tuple[int, int]:

@@ -9,8 +9,9 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.config.config import Config
 from engine.core.scheduler import Scheduler
-from engine.runner import drafting
+from engine.runner import build, drafting
 from engine.runner.drafting import ModelDrafter
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
@@ -222,6 +223,31 @@ def test_a_step_that_cannot_have_further_rounds_prepares_none(wait: int, monkeyp
     steps.wait = wait
     assert steps.run(seqs[1]) == plain
     assert (after == -7).all()
+
+
+@pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
+@pytest.mark.parametrize(
+    ("fields", "drafts"),
+    [
+        ({}, ("eagle", 3)),
+        ({"num_speculative_tokens": 0}, None),
+        ({"num_speculative_tokens": 2}, ("ngram", 2)),
+        ({"model": str(CHECKPOINT_DIR)}, None),
+        ({"dtype": "float32"}, None),
+        ({"cpu_operators": False}, None),
+        ({"task": ("embed",)}, None),
+    ],
+)
+def test_the_embedded_model_drafts_with_its_head_where_the_operators_compute_it(
+    fields: dict[str, Any], drafts: tuple[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a setting names drafts, by any of their flags."""
+    monkeypatch.setattr(build, "settle", lambda *_, **__: None)
+    monkeypatch.setattr(build, "pin", lambda *_: frozenset())
+    loaded = build.load_rank(Config.from_fields(device="cpu", **fields), CHECKPOINT_DIR).loaded
+    found = loaded.config.speculative_config
+    assert drafts == (None if found is None else (found.speculative_method, found.num_speculative_tokens))
+    assert (loaded.drafter is not None) == (drafts is not None and drafts[0] == "eagle")
 
 
 def test_the_head_takes_no_more_than_a_megabyte() -> None:
