@@ -90,7 +90,10 @@ def _quantized_products(draw: random.Random, seed: int) -> None:
     held = ops.embed(torch.arange(outputs), made)
     assert (held - weight).abs().max() <= 0.15 * weight.abs().max()
     found = ops.linear(x, made, bias, dtype=torch.float32)
-    _close(found, x.float() @ held.float().T + bias.float())
+    # Products of a single output may cancel, but the rounding of their inputs does not.
+    expected = x.float() @ held.float().T + bias.float()
+    usual = x.float().norm() * held.float().norm() / (rows * inputs * outputs) ** 0.5
+    assert (found - expected).abs().max() <= 2e-2 * max(expected.abs().max(), usual) + 1e-3
     assert torch.equal(ops.linear(x, made, bias), found.bfloat16())
     tokens, _ = greedy_head(made, bias, rows).choose(x)
     assert tokens.tolist() == found.argmax(-1).tolist()
