@@ -151,6 +151,8 @@ class LoadedModel:
         """See `ModelInfo.kernels`. Operators that are left to torch after the start are not reflected."""
         config, device = self.config, self.device
         speculative = config.speculative_config
+        if speculative is not None and speculative.speculative_acceptance == "coupled" and self.why_varying is None:
+            speculative = None  # Answers with such drafts are equal to those without.
         parts = [
             release(),
             torch.__version__,
