@@ -16,7 +16,7 @@ from tests.chaos.test_owners import HEAVY, VICTIM, Owners, Stream, attack, strea
 from tests.e2e.kaon_server import MODEL
 
 # Its figures need a machine of its own; unit and end-to-end tests assert the same in `make test`.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module", params=[None, SHAPE], ids=["embedded", SHAPE.name])
