@@ -20,10 +20,19 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from server.schemas.body import NO_CHANGE, Between, FewFields, Items, RequestModel, StringOrStrings, rule, sentence
+from server.schemas.body import (
+    NO_CHANGE,
+    Between,
+    FewFields,
+    Items,
+    RequestModel,
+    Schema,
+    StringOrStrings,
+    rule,
+    sentence,
+)
 from server.schemas.chat import FunctionName
 from server.schemas.generation import INT31, ModelRequest
-from server.schemas.responses import Schema
 
 Hint: TypeAlias = Annotated[dict[str, Any] | None, FewFields, Field(description=NO_CHANGE)]
 """An object without effect here, with any content."""
