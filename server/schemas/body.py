@@ -332,9 +332,9 @@ def _first_error(data: dict[str, Any], error: ValidationError, known: Collection
         hint = f"{hint} If not," if hint else ";"
         return BadRequest(f"{path} is not a known field{hint} {_LEAVE_OUT}", param=path)
     sentence = _sentence(path, value, same)
-    # A sentence about several fields begins with the name of the field to change.
+    # A sentence about several fields begins with the name of the field to change, or with the path of its object.
     subject = sentence.partition(" ")[0]
-    return BadRequest(sentence, param=path or (subject if subject in known else None))
+    return BadRequest(sentence, param=path or (subject if subject.partition("[")[0] in known else None))
 
 
 def _locate(data: Any, error: ErrorDetails) -> tuple[str, Any]:

@@ -660,6 +660,7 @@ class ResponsesRequest(SamplingFields):
     prompt_cache_key: Ignored | None = None
     prompt_cache_retention: Ignored | None = None
     client_metadata: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
+    background_options: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
     prompt_cache_options: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
     access_programs: Unsupported = None
     context_management: Unsupported = None
@@ -693,6 +694,8 @@ class InputTokensRequest(ResponsesRequest):
 
     model: str = ""
     """Name of a served model; default: the first."""
+
+    personality: Ignored | None = None
 
 
 class CompactRequest(ResponsesRequest):
