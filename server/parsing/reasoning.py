@@ -8,6 +8,9 @@ from server.parsing.registry import REASONING_DIALECTS, ReasoningDialect
 
 _TURN = re.compile(r"<\||<｜|\[/INST\]|<end_of_turn>|<seed:eos>|<SPECIAL_1|\[e~\[|\[\|")  # noqa: RUF001
 """Markers that chat templates write between turns."""
+_DEEPSEEK = "<｜"  # noqa: RUF001
+"""The beginning of DeepSeek's markers. Templates of other families remove reasoning from earlier turns by its closing
+tag alone, although their models may not reason (LFM2.5)."""
 
 
 def is_open(dialect: ReasoningDialect, prompt_tail: str) -> bool:
@@ -146,7 +149,10 @@ REASONING_DIALECTS.register("ernie45")(
     ReasoningDialect(
         "<think>",
         "</think>",
-        detect=lambda signs: "<think>" in signs.template and signs.has_token("<response>"),
+        detect=lambda signs: (
+            "<think>" in signs.template
+            and ("<response></response>" in signs.template or signs.has_token("<response>"))
+        ),
         content_tags=(("<response>", "</response>"),),
     )
 )
@@ -164,12 +170,13 @@ REASONING_DIALECTS.register("think")(
         "</think>",
         detect=lambda signs: (
             "<think>" in signs.template
+            or ("</think>" in signs.template and _DEEPSEEK not in signs.template)
             or ("</think>" not in signs.template and signs.has_token("<think>") and signs.has_token("</think>"))
         ),
         aliases=("qwen3", "glm45", "deepseek_v3", "minimax_m2", "kimi_k2", "nemotron_v3", "mimo", "olmo3", "ling3"),
     )
 )
-# DeepSeek-R1 and QwQ, which always reason and may omit the opening tag.
+# DeepSeek-R1, which always reasons and may omit the opening tag.
 REASONING_DIALECTS.register("deepseek_r1")(
     ReasoningDialect("<think>", "</think>", detect=lambda signs: "</think>" in signs.template, always=True)
 )

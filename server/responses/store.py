@@ -22,23 +22,12 @@ from server.errors import ApiError, BadRequest
 from server.ignored import ignore
 from server.limits.accounts import Accounts, Resource
 from server.limits.owners import Owner
-from server.schemas.response_objects import (
+from server.schemas.responses import (
     CompactionItem,
     CustomCallItem,
     CustomCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
-    InputText,
-    Item,
-    MessageContent,
-    MessageItem,
-    OutputText,
-    ReasoningItem,
-    ReasoningText,
-    Refusal,
-    SummaryText,
-)
-from server.schemas.responses import (
     InputCompaction,
     InputCompactionTrigger,
     InputCustomCall,
@@ -51,8 +40,17 @@ from server.schemas.responses import (
     InputPart,
     InputReasoning,
     InputReference,
+    InputText,
     InputTools,
+    Item,
+    MessageContent,
+    MessageItem,
     OutputPart,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    Refusal,
+    SummaryText,
     UnreadPart,
 )
 

@@ -97,6 +97,9 @@ def made(
         (TOOLS + "<|tool_call_start|>[ <think>", (), "lfm2", "think"),
         (TOOLS + "<function_calls> <think>", (), "olmo3", "think"),
         (TOOLS + "<tool_call>\n <think>", ("<response>",), "hermes", "ernie45"),
+        # Granite 3.3 names the tags in its prompt only, and LFM2.5's template just removes earlier reasoning.
+        (TOOLS + "<|tool_call|> <think></think> <response></response>", (), "granite", "ernie45"),
+        (TOOLS + "{{ content.split('</think>')[-1] }}", ("<|tool_call_start|>",), "lfm2", "think"),
         ("{{ messages }} <tool_call>", (), "none", "none"),
         (TOOLS, (), "none", "none"),
         (None, ("<think>", "</think>", "<tool_call>"), "none", "none"),
