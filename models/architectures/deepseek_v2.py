@@ -30,7 +30,7 @@ class DeepseekAttention(MLAAttention):
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         name = f"model.layers.{layer}.self_attn"
         is_indexed = config.architecture in (_V32, _GLM5)
-        shares = config.architecture == _GLM5 and _shares_selection(config, layer)
+        shares = config.architecture == _GLM5 and shares_selection(config, layer)
         indexer = _indexer(config, f"{name}.indexer") if is_indexed and not shares else None
         super().__init__(name, mla_shape(config), indexer=indexer, shares_selection=shares, parallel=parallel)
 
@@ -120,8 +120,8 @@ def _indexer(config: ModelConfig, name: str) -> LightningIndexer:
     )
 
 
-def _shares_selection(config: ModelConfig, layer: int) -> bool:
-    """Whether the layer reuses the previous layer's selection of tokens (GLM-5)."""
+def shares_selection(config: ModelConfig, layer: int) -> bool:
+    """Whether the layer reuses the previous layer's selection of tokens (GLM-5 and later)."""
     fields, num_layers = config.fields, config.num_hidden_layers
     if layer >= num_layers:
         return False

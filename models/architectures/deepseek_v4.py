@@ -221,7 +221,7 @@ class DeepseekV4DecoderLayer(nn.Module):
         self.mlp = DeepseekV4MoE(config, layer, parallel)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attn_hc, self.ffn_hc = _connections(config), _connections(config)
+        self.attn_hc, self.ffn_hc = hyper_connections(config), hyper_connections(config)
 
     def forward(self, streams: torch.Tensor, input_ids: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """# [tokens, N, hidden_size], [tokens] int64 -> [tokens, N, hidden_size]"""
@@ -231,7 +231,8 @@ class DeepseekV4DecoderLayer(nn.Module):
         return self.ffn_hc.spread(self.mlp(self.post_attention_layernorm(hidden), input_ids), streams, *how)
 
 
-def _connections(config: ModelConfig) -> HyperConnection:
+def hyper_connections(config: ModelConfig) -> HyperConnection:
+    """Build the connections around one part of a layer."""
     fields = config.fields
     return HyperConnection(
         config.hidden_size,

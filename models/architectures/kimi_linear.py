@@ -53,13 +53,19 @@ class KimiDeltaAttention(DeltaMixer):
         fields = config.fields
         heads, dim = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
         taps, size = fields.integer("linear_conv_kernel_dim", minimum=2), config.hidden_size
-        shape = DeltaShape(size, heads, heads, dim, dim, taps, decays=dim, most=1.0)
+        shape = DeltaShape(size, heads, heads, dim, dim, taps, decays=dim, most=1.0, bound=self.bound(fields))
         super().__init__(f"model.layers.{layer}.self_attn", shape, parallel)
         self.f_a_proj, self.g_a_proj = ColumnParallelLinear(size, dim), ColumnParallelLinear(size, dim)
         self.f_b_proj = ColumnParallelLinear(dim, heads * dim, parallel=parallel)
         self.g_b_proj = ColumnParallelLinear(dim, heads * dim, parallel=parallel)
         self.b_proj = ColumnParallelLinear(size, heads, parallel=parallel)
         self.o_norm = RMSNorm(dim, config.rms_norm_eps)
+
+    @staticmethod
+    def bound(fields: Fields) -> float:
+        """Return the bound of decays, see `DeltaShape`; 0 if they have none."""
+        del fields
+        return 0.0
 
     def gates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `DeltaMixer`."""

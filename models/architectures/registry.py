@@ -178,6 +178,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "MptForCausalLM": "models.architectures.alibi",
         "FalconForCausalLM": "models.architectures.falcon",
         "GPTJForCausalLM": "models.architectures.gptj",
+        "Glm5NextForCausalLM": "models.architectures.glm5_next",
     },
 )
 
@@ -260,6 +261,7 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
         "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
         "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
+        "Glm5NextForConditionalGeneration": {"glm5_next_text": "Glm5NextForCausalLM"},
         "KimiK25ForConditionalGeneration": {
             "kimi_k2": "DeepseekV3ForCausalLM",
             "deepseek_v3": "DeepseekV3ForCausalLM",

@@ -16,7 +16,7 @@ from models.attention.context import ForwardContext, between_graphs, get_forward
 from models.layers.base import VectorCacheSpec
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.moe import grouped_linear
-from models.layers.norm import RMSNorm
+from models.layers.norm import LayerNorm, RMSNorm
 from models.layers.parameter import (
     WeightPart,
     empty_parameter,
@@ -41,6 +41,7 @@ from models.ops.compression import (
     rotate_last_pairs,
     store_entries,
     tokens_of,
+    tokens_of_pools,
 )
 from models.ops.cpu import latent_attention as latent_ops
 from models.ops.cpu import runtime
@@ -50,40 +51,30 @@ from models.ops.paged_attention import store_vectors
 from models.ops.types import Rotation, VectorCache
 from models.parallel.tensor_parallel import TensorParallel
 
+_KEY_NORM_EPS = 1e-6
+"""Epsilon of the norm of a pool indexer's keys; it does not follow `rms_norm_eps`."""
 
-class Compressor(nn.Module):
-    """Compresses each window of `rate` tokens to an entry. Replicated on every rank."""
 
-    def __init__(
-        self,
-        layer_name: str,
-        hidden_size: int,
-        dim: int,
-        rate: int,
-        rotary: RotaryEmbedding,
-        eps: float,
-        *,
-        overlaps: bool,
-    ) -> None:
+class EntryCache(nn.Module):
+    """Makes an entry of each window of `rate` tokens, from vectors that are cached for each token. Replicated on every
+    rank."""
+
+    def __init__(self, layer_name: str, dim: int, rate: int, *, overlaps: bool) -> None:
         """`layer_name` is the key of the entries' cache in the forward context. `overlaps`: see `compress`."""
         super().__init__()
         self.rate, self.overlaps = rate, overlaps
-        series = 2 * dim if overlaps else dim
+        self.series = 2 * dim if overlaps else dim
         self.entries_spec = VectorCacheSpec(layer_name, dim, tokens_per_vector=rate)
-        self.tokens_spec = VectorCacheSpec(f"{layer_name}.tokens", 2 * series)
-        self.kv_proj = ColumnParallelLinear(hidden_size, series)
-        self.gate_proj = ColumnParallelLinear(hidden_size, series)
-        self.position_bias = empty_parameter(rate, series, weight_loader=load_whole, dtype=torch.float32)
-        self.kv_norm = RMSNorm(dim, eps)
-        # In a list, so that torch does not register the shared rope once per layer.
-        self._rotary = [rotary]
+        self.tokens_spec = VectorCacheSpec(f"{layer_name}.tokens", 2 * self.series)
+        self.position_bias = empty_parameter(rate, self.series, weight_loader=load_whole, dtype=torch.float32)
 
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Each token's projection for entries. # [tokens, hidden_size] -> [tokens, 2 * series]"""
-        return torch.cat((self.kv_proj(hidden), self.gate_proj(hidden)), -1)
+    def finished(self, made: torch.Tensor, windows: Windows) -> torch.Tensor:
+        """Return the entries to store, given the result of `compress` in the model's dtype. # [N, dim] -> [N, dim]"""
+        del windows
+        return made
 
     def update(self, tokens: torch.Tensor, rows: StepRows, context: ForwardContext) -> None:
-        """Store the step's projections, and the entries of the windows that the step completes."""
+        """Store the step's vectors, and the entries of the windows that the step completes."""
         pages, entries = _pages(context, self.tokens_spec), _pages(context, self.entries_spec)
         store_vectors(tokens, pages, rows.slots)
         windows = rows.windows(self.rate)
@@ -93,7 +84,7 @@ class Compressor(nn.Module):
         store_entries(made, entries, windows, rows, self.rate, pages.shape[1])
 
     def update_tokens(self, made: torch.Tensor, tokens: StepTokens, context: ForwardContext) -> None:
-        """As `store`, for a step of decodes, by kernels, without its lengths on the host."""
+        """As `update`, for a step of decodes, by kernels, without its lengths on the host."""
         from models.ops.triton.cache_store import vector_store
 
         pages, entries = _pages(context, self.tokens_spec), _pages(context, self.entries_spec)
@@ -106,16 +97,45 @@ class Compressor(nn.Module):
     ) -> torch.Tensor:
         """Compress windows to entries. # -> [N, dim]"""
         made = compress(pages, windows, tables, self.position_bias, overlaps=self.overlaps)
-        # As in the model's other norms, only the result of the norm is rounded.
-        made = self.kv_norm(made.to(dtype))
-        cos, sin = self._rotary[0](windows.numbers * self.rate)
-        return rotate_last_pairs(made[:, None], cos, sin)[:, 0]
+        return self.finished(made.to(dtype), windows)
 
     def entries(self, row: int, length: int, rows: StepRows, context: ForwardContext) -> torch.Tensor:
         """The entries of a row's first `length` tokens. # -> [entries, dim] float32"""
         block_size = _pages(context, self.tokens_spec).shape[1]
         pages = _pages(context, self.entries_spec)
         return entries_of_row(pages, rows.tables[row], length // self.rate, self.rate, block_size)
+
+
+class Compressor(EntryCache):
+    """Compresses each window to an entry of DeepSeek-V4."""
+
+    def __init__(
+        self,
+        layer_name: str,
+        hidden_size: int,
+        dim: int,
+        rate: int,
+        rotary: RotaryEmbedding,
+        eps: float,
+        *,
+        overlaps: bool,
+    ) -> None:
+        """See `EntryCache`."""
+        super().__init__(layer_name, dim, rate, overlaps=overlaps)
+        self.kv_proj = ColumnParallelLinear(hidden_size, self.series)
+        self.gate_proj = ColumnParallelLinear(hidden_size, self.series)
+        self.kv_norm = RMSNorm(dim, eps)
+        # In a list, so that torch does not register the shared rope once per layer.
+        self._rotary = [rotary]
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Each token's projection for entries. # [tokens, hidden_size] -> [tokens, 2 * series]"""
+        return torch.cat((self.kv_proj(hidden), self.gate_proj(hidden)), -1)
+
+    def finished(self, made: torch.Tensor, windows: Windows) -> torch.Tensor:
+        """See `EntryCache`. As in the model's other norms, only the result of the norm is rounded."""
+        cos, sin = self._rotary[0](windows.numbers * self.rate)
+        return rotate_last_pairs(self.kv_norm(made)[:, None], cos, sin)[:, 0]
 
 
 class EntryScorer(nn.Module):
@@ -158,6 +178,86 @@ class EntryIndexer(Compressor):
         """
         q = self.q_b_proj(q_latent).view(len(hidden), self.num_heads, self.head_dim)
         return rotate_last_pairs(q, *rotation), self.scorer.weights_proj(hidden)
+
+
+class PoolIndexer(EntryCache):
+    """Selects tokens in pools of `rate`, which a few small heads score (GLM-5.3-Flash, 2026).
+
+    A pool's key is the mean of its tokens' keys, weighted in each channel by the softmax of their gates. The tokens
+    after the last complete pool are always selected. It has the interface of `LightningIndexer`, without positions.
+    """
+
+    def __init__(
+        self,
+        layer_name: str,
+        *,
+        hidden_size: int,
+        q_lora_rank: int,
+        num_heads: int,
+        head_dim: int,
+        rate: int,
+        num_pools: int,
+    ) -> None:
+        """`num_pools`: number of selected pools."""
+        super().__init__(layer_name, head_dim, rate, overlaps=False)
+        self.num_heads, self.head_dim, self.num_pools = num_heads, head_dim, num_pools
+        self.scale = (num_heads * head_dim) ** -0.5
+        self.wq_b = ColumnParallelLinear(q_lora_rank, num_heads * head_dim)
+        self.wk = ColumnParallelLinear(hidden_size, head_dim)
+        self.k_norm = LayerNorm(head_dim, _KEY_NORM_EPS)
+        self.pool_gate = ColumnParallelLinear(hidden_size, head_dim)
+        self.weights_proj = ColumnParallelLinear(hidden_size, num_heads)
+
+    def forward(
+        self, hidden: torch.Tensor, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the queries, the heads' weights, and each token's key and gate.
+
+        # [tokens, hidden_size], [tokens, q_lora_rank] -> [tokens, heads, dim], [tokens, heads], [tokens, 2 * dim]
+        """
+        del cos, sin
+        q = self.wq_b(q_latent).view(len(hidden), self.num_heads, self.head_dim)
+        made = torch.cat((self.k_norm(self.wk(hidden)), self.pool_gate(hidden)), -1)
+        return q, self.weights_proj(hidden), made
+
+    def select(
+        self, rotation: Rotation, q: torch.Tensor, weights: torch.Tensor, made: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the positions that each token attends to, padded with -1, or None if it attends to all earlier ones.
+
+        # q, weights and made as `forward` returns them -> [tokens, num_pools * rate + rate - 1] int64
+        """
+        del rotation
+        context = get_forward_context()
+        metadata, pages = context.attn_metadata, _pages(context, self.entries_spec)
+        block_size = _pages(context, self.tokens_spec).shape[1]
+        if metadata.num_decodes == len(metadata.seq_lens) and triton.runs(q, made, operator="attention"):
+            tables, lengths = metadata.block_tables, metadata.seq_lens
+            tokens = tokens_of(tables, lengths, metadata.slot_mapping, metadata.query_len)
+            self.update_tokens(made, tokens, context)
+            own = weights.float() * self.scale
+            chosen = choose_entries(q, own, pages, tokens, top_k=self.num_pools, rate=self.rate, block_size=block_size)
+            return None if chosen is None else tokens_of_pools(chosen, tokens.seen, self.rate)
+        rows = StepRows(
+            metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist(), metadata.block_tables, metadata.slot_mapping
+        )
+        self.update(made, rows, context)
+        seen = rows.seen()
+        if metadata.step is not None and selection_ops.selects(q, pages, self.num_pools):
+            chosen = selection_ops.select_keys(
+                q, weights, self.scale, pages, metadata.step, self.num_pools, block_size=block_size, rate=self.rate
+            )
+            return tokens_of_pools(chosen, seen, self.rate)
+        chosen = torch.full((len(q), self.num_pools), -1, device=q.device)
+        for row, length in enumerate(rows.lengths):
+            keys = self.entries(row, length, rows, context)
+            at_once = queries_at_once(q, length)
+            for begin in range(rows.starts[row], rows.starts[row + 1], at_once):
+                some = slice(begin, min(begin + at_once, rows.starts[row + 1]))
+                index = Index(q[some], weights[some].float() * self.scale, keys, self.num_pools)
+                best = index.best(seen[some] // self.rate)
+                chosen[some, : best.shape[1]] = best
+        return tokens_of_pools(chosen, seen, self.rate)
 
 
 class GroupedLinear(nn.Module):

@@ -6,6 +6,7 @@ Sparse Attention (DeepSeek-V3.2, 2025), selects the tokens that each token atten
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,9 +23,12 @@ from models.ops.torch_ops import rotate
 from models.ops.types import AttentionOptions, LatentInputs, Rotation, VectorCache
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
+if TYPE_CHECKING:
+    from models.layers.compressed import PoolIndexer
+
 _KEY_NORM_EPS = 1e-6
 _LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of the query and key-value latents; it does not follow `rms_norm_eps`."""
+"""Default epsilon of the norms of the query and key-value latents, which does not follow `rms_norm_eps`."""
 
 
 class LightningIndexer(nn.Module):
@@ -131,6 +135,8 @@ class MLAShape:
     """Whether the projections from and to the hidden states have biases."""
     interleaved: bool
     """Whether adjacent dimensions are rotated as a pair; otherwise halves are."""
+    latent_eps: float = _LATENT_NORM_EPS
+    """Epsilon of the norms of both latents."""
 
 
 class MLAAttention(nn.Module):
@@ -141,7 +147,7 @@ class MLAAttention(nn.Module):
         layer_name: str,
         shape: MLAShape,
         *,
-        indexer: LightningIndexer | None = None,
+        indexer: "LightningIndexer | PoolIndexer | None" = None,
         shares_selection: bool = False,
         parallel: TensorParallel = SINGLE_RANK,
     ) -> None:
@@ -160,11 +166,11 @@ class MLAAttention(nn.Module):
             self.q_proj = ColumnParallelLinear(hidden, q_features, parallel=parallel)
         else:
             self.q_a_proj = ColumnParallelLinear(hidden, shape.q_lora_rank, bias=shape.bias)
-            self.q_a_layernorm = RMSNorm(shape.q_lora_rank, _LATENT_NORM_EPS)
+            self.q_a_layernorm = RMSNorm(shape.q_lora_rank, shape.latent_eps)
             self.q_b_proj = ColumnParallelLinear(shape.q_lora_rank, q_features, parallel=parallel)
             self.q_b_proj.follow(self.q_a_layernorm)
         self.kv_a_proj_with_mqa = ColumnParallelLinear(hidden, self.latent_dim, bias=shape.bias)
-        self.kv_a_layernorm = RMSNorm(shape.kv_lora_rank, _LATENT_NORM_EPS)
+        self.kv_a_layernorm = RMSNorm(shape.kv_lora_rank, shape.latent_eps)
         self.kv_b_proj = ColumnParallelLinear(
             shape.kv_lora_rank, shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), parallel=parallel
         )

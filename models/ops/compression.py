@@ -40,6 +40,13 @@ class StepRows(NamedTuple):
     tables: torch.Tensor  # [B, max_blocks] int32
     slots: torch.Tensor  # [T] int64
 
+    def seen(self) -> torch.Tensor:
+        """Return the number of visible tokens of each token, including itself; 0 for padding. # [T] int64"""
+        found = np.zeros(len(self.slots), np.int64)
+        for first, past, length in zip(self.starts, self.starts[1:], self.lengths, strict=False):
+            found[first:past] = np.arange(length - (past - first), length) + 1
+        return torch.from_numpy(found).to(self.slots.device)
+
     def windows(self, rate: int) -> Windows:
         """Return the windows of `rate` tokens that end in the step at a token with a cache slot."""
         rows, numbers, tokens = [], [], []
@@ -161,6 +168,24 @@ class Index(NamedTuple):
         """# -> [n, entries] float32"""
         by_head = (self.q.float() @ self.keys.T).relu_()
         return (self.weights[:, None] @ by_head)[:, 0]
+
+    def best(self, counts: torch.Tensor) -> torch.Tensor:
+        """Return the best of each query's first `counts` entries. # [n] -> [n, up to top_k] int64, padded with -1"""
+        numbers = torch.arange(len(self.keys), device=counts.device)
+        scores = self.scores().masked_fill_(numbers >= counts[:, None], -torch.inf)
+        best, chosen = top_k_lower_first(scores, min(self.top_k, len(self.keys)))
+        return chosen.masked_fill(best == -torch.inf, -1)
+
+
+def tokens_of_pools(pools: torch.Tensor, seen: torch.Tensor, rate: int) -> torch.Tensor:
+    """Return the positions of the tokens of selected pools, and of those after each token's last complete pool.
+
+    # [T, n], padded with -1, and [T] numbers of visible tokens -> [T, n * rate + rate - 1] int64, padded with -1
+    """
+    offsets = torch.arange(rate, device=pools.device)
+    inside = (pools.long()[..., None] * rate + offsets).masked_fill(pools[..., None] < 0, -1).flatten(1)
+    after = (seen // rate * rate)[:, None] + offsets[:-1]
+    return torch.cat((inside, after.masked_fill(after >= seen[:, None], -1)), 1)
 
 
 def attend(

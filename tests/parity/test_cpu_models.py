@@ -96,6 +96,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "ExaoneMoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
     "HYV3ForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
     "Gemma4UnifiedForCausalLM": {"head_dim": 32, "global_head_dim": 64},
+    "Glm5NextForCausalLM": {"linear_head_dim": 32, "index_head_dim": 32, "moe_intermediate_size": 32},
     "BailingHybridForCausalLM": {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32},
     "BloomForCausalLM": {"hidden_size": 128, "num_attention_heads": 4},
     "MptForCausalLM": {"hidden_size": 128, "num_attention_heads": 4},
@@ -106,6 +107,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 SELECTING = {
     ("GlmMoeDsaForCausalLM", "every layer selects five, biases, keys all rotated"),
     ("DeepseekV4ForCausalLM", "a layer of each kind, five entries of four tokens"),
+    ("Glm5NextForCausalLM", "four pools of four tokens, one layer shares the selection"),
     ("MiniMaxForCausalLM", "six heads of 12, layers by their order"),
     ("Qwen3MoeForCausalLM", "weights as the router gives them"),
 }

@@ -41,6 +41,7 @@ ONLY_OURS = {
     "MiniMaxForCausalLM": "MiniMax uses cache of its own",
     "MiniMaxM3VLForCausalLM": "layers of minimax_m3_sparse",
     "DeepseekV4ForCausalLM": "layers of",
+    "Glm5NextForCausalLM": "recurrent states and an indexer",
     "Llama4ForCausalLM": "layers of chunked_attention",
     **dict.fromkeys(("BloomForCausalLM", "FalconForCausalLM", "GPTJForCausalLM"), "computes no attention through"),
     "MptForCausalLM": "alibi of .* is true",

@@ -15,12 +15,16 @@ from tests.parity.paged_model import PagedModel, Row, assert_same_distribution, 
 from tests.parity.triton_interpreter import DEVICE, requires_interpreter, triton_kernels  # noqa: F401, a fixture
 from tests.parity.variants import Variant
 from tests.parity.variants.deepseek import VARIANTS as DEEPSEEK
+from tests.parity.variants.glm5_next import VARIANTS as GLM
 from tests.parity.variants.qwen3_next import VARIANTS as QWEN
 
 pytestmark = [requires_interpreter, pytest.mark.usefixtures("triton_kernels")]
 MODELS = [
-    next(variant for variant in (*DEEPSEEK, *QWEN) if variant.architecture == name)
-    for name in ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "Qwen3NextForCausalLM")
+    next(variant for variant in (*DEEPSEEK, *QWEN, *GLM) if variant.architecture == name)
+    for name in (
+        *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        *("DeepseekV32ForCausalLM", "Qwen3NextForCausalLM", "Glm5NextForCausalLM"),
+    )
 ]
 
 

@@ -22,7 +22,7 @@ class Variant(NamedTuple):
     overrides: dict[str, Any]
 
 
-PARTLY_TORCH = frozenset({"DeepseekV4ForCausalLM", "Gemma3nForCausalLM", "PhimoeForCausalLM"})
+PARTLY_TORCH = frozenset({"DeepseekV4ForCausalLM", "Gemma3nForCausalLM", "Glm5NextForCausalLM", "PhimoeForCausalLM"})
 """Architectures of which torch computes a part, where the CPU's operators compute others completely."""
 
 DERIVED = frozenset(
@@ -38,7 +38,7 @@ DERIVED = frozenset(
         *("CwmForCausalLM", "ExaoneMoeForCausalLM", "Gemma4UnifiedForCausalLM", "HYV3ForCausalLM"),
         *("MinistralForCausalLM", "SolarOpenForCausalLM", "PhimoeForCausalLM"),
         *("Olmo2ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM"),
-        *("BailingHybridForCausalLM", "FalconForCausalLM", "GPTJForCausalLM", "MptForCausalLM"),
+        *("BailingHybridForCausalLM", "FalconForCausalLM", "Glm5NextForCausalLM", "GPTJForCausalLM", "MptForCausalLM"),
     }
 )
 """Architectures made of others' layers: their short form is prompts and greedy tokens of the first variant."""

@@ -1,6 +1,7 @@
 """config.json and generation_config.json become a `ModelConfig`, or a sentence that names file, field and value."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -313,6 +314,35 @@ def test_fields_of_one_architecture_are_named_with_their_value(
     tmp_path: Path, fields: dict[str, Any], said: str
 ) -> None:
     assert said in refusal(tmp_path, **fields)
+
+
+_GLM: dict[str, Any] = {"architectures": ["Glm5NextForCausalLM"], "layer_types": None, "num_hidden_layers": 5}
+
+
+def test_glm_5_3_flash_reads_the_recurrent_layers_of_published_and_of_transformers_configs(tmp_path: Path) -> None:
+    section = {"head_dim": 32, "num_heads": 6, "short_conv_kernel_size": 3, "gate_lower_bound": None}
+    config = parse(tmp_path, **_GLM, linear_attn_config=section)
+    names = ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "linear_lower_bound")
+    assert [config.fields.values[name] for name in names] == [32, 6, 3, -5.0]
+    assert config.fields.strings("layer_types") == (*["linear_attention"] * 3, "indexed_attention", "linear_attention")
+    section["safe_gate"] = False
+    assert parse(tmp_path, **_GLM, linear_attn_config=section).fields.values["linear_lower_bound"] is None
+    assert parse(tmp_path, **_GLM).fields.values["linear_lower_bound"] == -5.0
+    kinds = ["full_attention"] * 5
+    config = parse(tmp_path, **{**_GLM, "layer_types": kinds}, linear_lower_bound=None)
+    assert config.fields.strings("layer_types") == ("indexed_attention",) * 5
+    assert config.fields.values["linear_lower_bound"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail of .* is false; it must be true"),
+        ({"qk_rope_head_dim": 64}, "qk_rope_head_dim of .* is 64; it must be 0, the only one"),
+    ],
+)
+def test_glm_5_3_flash_refuses_what_it_does_not_compute(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    assert re.search(said, refusal(tmp_path, **_GLM, **fields))
 
 
 @pytest.mark.parametrize(
