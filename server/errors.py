@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from http import HTTPStatus
 from types import MappingProxyType
+from typing import Literal
 
 import msgspec
 
@@ -28,9 +29,17 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
+class ThreadDetails(msgspec.Struct):
+    """Why a conversation cannot be stored: after this error, Anthropic's clients send it whole with each request."""
+
+    error_code: Literal["thread_unsupported_request"] = "thread_unsupported_request"
+    unsupported: list[str] = msgspec.field(default_factory=lambda: ["thread"])
+
+
 class AnthropicErrorDetail(msgspec.Struct):
     type: str
     message: str
+    details: ThreadDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
@@ -46,6 +55,7 @@ class ApiError(Exception):
     status = 500
     type = "server_error"
     code: str | None = None
+    anthropic_details: ThreadDetails | msgspec.UnsetType = msgspec.UNSET
     headers: dict[str, str] = {}  # noqa: RUF012 - replaced as a whole, never changed
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -59,7 +69,7 @@ class ApiError(Exception):
     def anthropic_body(self, request_id: str | None) -> bytes:
         """Return the error object in Anthropic's form as JSON."""
         default = "invalid_request_error" if self.status < 500 else "api_error"
-        detail = AnthropicErrorDetail(_ANTHROPIC_TYPES.get(self.status, default), str(self))
+        detail = AnthropicErrorDetail(_ANTHROPIC_TYPES.get(self.status, default), str(self), self.anthropic_details)
         return msgspec.json.encode(AnthropicError(detail, request_id))
 
 
@@ -74,6 +84,12 @@ class ContextLengthExceeded(BadRequest):
     """Prompt and completion are longer than the model's context, or than the cache holds."""
 
     code = "context_length_exceeded"
+
+
+class ThreadUnsupported(BadRequest):
+    """The request asks the server to store its conversation as one of Anthropic's message threads."""
+
+    anthropic_details = ThreadDetails()
 
 
 class InvalidApiKey(BadRequest):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers`: Kaon and its peers in turn, and this machine's section of docs/benchmarks.md.
+"""`python -m benchmarks.peers`: Kaon and each peer in turn, and this machine's section of docs/benchmarks.md.
 
 `make bench-peers` calls it. A peer that cannot be installed, started or measured is reported, and the others continue.
 """
@@ -12,8 +12,16 @@ from pathlib import Path
 from benchmarks import chart
 from benchmarks.checkpoints import QWEN3_06B
 from benchmarks.peers import page
-from benchmarks.peers.load import WORKLOADS, LoadError
-from benchmarks.peers.measure import Measurement, Results, ServerError, measure, measure_machine, percentile
+from benchmarks.peers.load import WORKLOADS
+from benchmarks.peers.measure import (
+    Measurement,
+    Results,
+    ServerError,
+    measure,
+    measure_machine,
+    percentile,
+    read_probe,
+)
 from benchmarks.peers.servers import (
     PEERS,
     ROOT,
@@ -38,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     everyone = _contestants(shlex.split(options.kaon))
     chosen = _choose(everyone, options.peers)
     workloads = [workload for workload in WORKLOADS if not options.workloads or workload.name in options.workloads]
-    described = machine()
+    described, read_rate = machine(), read_probe()
     results = Results(options.results, options.append)
     failures: list[str] = []
     for contestant in chosen if options.rounds else ():
@@ -51,14 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, limits = measure_machine(first)
     for limit in limits if options.rounds else ():
         _tell(results, limit)
-    for number in range(first, first + options.rounds):
-        # The first contestant of a round is the last of the next, so that drift of the machine affects all alike.
-        for contestant in runners if number % 2 == 0 else reversed(runners):
-            try:
-                measure(contestant, workloads, number, PEERS, lambda found: _tell(results, found))
-            except (InstallError, LoadError, ServerError) as error:
-                failures.append(f"{contestant.name}: round {number}: {error}")
-                _say(failures[-1])
+    for group in _groups(runners) if options.rounds else ():
+        rounds = range(first, first + options.rounds)
+        first = rounds.stop
+        try:
+            measure(group, workloads, rounds, PEERS, read_rate, lambda found: _tell(results, found))
+        except ServerError as error:
+            failures.append(str(error))
+            _say(failures[-1])
+    _say(page.ratios([each for each in everyone if each.name in results.contestants()], results).markdown())
     if not options.no_page:
         _write(options.page, name, described, everyone, results)
     for line in failures:
@@ -72,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peers", type=_Names(names), help=f"which of {','.join(names)}; by default all")
     workloads = [workload.name for workload in WORKLOADS]
     parser.add_argument("--workloads", type=_Names(workloads), help=f"which of {','.join(workloads)}; by default all")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds; 0 only writes the page (default: 3)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds with each peer; 0 only writes the page (default: 5)"
+    )
     parser.add_argument("--results", type=Path, default=PEERS / "results.jsonl", help="file of the measurements")
     parser.add_argument("--append", action="store_true", help="go on with that file's rounds, instead of a new one")
     parser.add_argument("--page", type=Path, default=_PAGE, help="page that gets the section (default: %(default)s)")
@@ -118,6 +129,15 @@ def _choose(everyone: Sequence[Contestant], names: Sequence[str] | None) -> list
     return [
         each for each in everyone if each.name in names or (isinstance(each, Kaon) and each.precision in precisions)
     ]
+
+
+def _groups(chosen: Sequence[Contestant]) -> list[tuple[Contestant, ...]]:
+    """Those that are in memory together: each peer and the Kaon of its precision, or a Kaon without peers."""
+    kaons = {each.precision: each for each in chosen if isinstance(each, Kaon)}
+    peers = [each for each in chosen if not isinstance(each, Kaon)]
+    alone = [kaon for precision, kaon in kaons.items() if precision not in {peer.precision for peer in peers}]
+    together = [(kaons[peer.precision], peer) if peer.precision in kaons else (peer,) for peer in peers]
+    return [*((kaon,) for kaon in alone), *together]
 
 
 def _tell(results: Results, found: Measurement) -> None:

@@ -1,5 +1,5 @@
-"""Measures one server: its process, its figures for each checkpoint and workload, and the file in which they are
-stored."""
+"""Measures servers that take turns: their processes, their figures for each checkpoint and workload, and the file in
+which these are stored."""
 
 import contextlib
 import json
@@ -17,14 +17,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from benchmarks.checkpoints import Checkpoint, write
 from benchmarks.peers.load import WARM_UP, LoadError, Request, Target, Workload, run
-from benchmarks.peers.servers import Contestant
+from benchmarks.peers.servers import Contestant, InstallError
 from benchmarks.report import processor
+from models.ops.cpu import runtime
+from models.ops.cpu.structures import ReadLimit, Step
 
 _POLL_SECONDS = 0.05
+_IDLE_SECONDS = 0.5
+_MOST_BUSY_SECONDS = 60
+_SETTLE_SECONDS = 0.2
+_PROBE_BYTES = 1 << 28
+_PROBE_SECONDS = 0.05
 _STOP_SECONDS = 20
 _LOG_TAIL = 3000
+
+MACHINE, READ, MATRIX = "machine", "read", "matrix"
+"""The contestant's name, and its quantities: 10^9 bytes, and 10^9 operations per second."""
 
 
 class ServerError(Exception):
@@ -58,6 +70,7 @@ class ServerProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.signal(signal.SIGCONT)
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
@@ -78,6 +91,25 @@ class ServerProcess:
             else:
                 return time.monotonic() - self._began
         raise ServerError(f"not ready within {timeout:g} s; last: {refusal}\n{self._tail()}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to each process of the tree: SIGSTOP stops the server, and SIGCONT lets it go on."""
+        for process in _tree(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def wait_idle(self) -> None:
+        """Wait until the server uses no processor time, or a minute: it may write caches after its first answer."""
+        deadline = time.monotonic() + _MOST_BUSY_SECONDS
+        before = self._ticks()
+        while time.monotonic() < deadline:
+            time.sleep(_IDLE_SECONDS)
+            if (now := self._ticks()) - before <= 1:
+                return
+            before = now
+
+    def _ticks(self) -> int:
+        return sum(_processor_ticks(process) for process in _tree(self._process.pid))
 
     def peak_resident_bytes(self) -> int:
         """The sum of the largest resident sizes of all processes of the tree."""
@@ -103,7 +135,15 @@ def _peak(process: int) -> int:
     return 0
 
 
-# Measures one contestant: starts it for each checkpoint, gives it the workloads in order, and ends it.
+def _processor_ticks(process: int) -> int:
+    """Its processor time so far, in units of the kernel's clock, usually 10 ms."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    return 0
+
+
+# Measures contestants that take turns: starts all for each checkpoint, measures each in each round, and ends them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,29 +157,77 @@ class Measurement:
     gaps: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """A started contestant."""
+
+    contestant: Contestant
+    server: ServerProcess
+    target: Target
+
+    def turn(self, workload: Workload, round_number: int) -> Measurement:
+        """Measure a workload while this server alone may run."""
+        self.server.signal(signal.SIGCONT)
+        try:
+            time.sleep(_SETTLE_SECONDS)
+            answers = run(self.target, workload.requests(round_number))
+        finally:
+            self.server.signal(signal.SIGSTOP)
+        gaps = tuple(workload.gaps(answers))
+        return Measurement(self.contestant.name, round_number, workload.name, workload.figure.of(answers), gaps)
+
+
 def measure(
-    contestant: Contestant,
+    contestants: Sequence[Contestant],
     workloads: Sequence[Workload],
-    round_number: int,
+    rounds: range,
     root: Path,
+    read_rate: Callable[[], float],
     tell: Callable[[Measurement], None],
 ) -> None:
-    """Report each figure as it is measured. Raises `ServerError` or `LoadError`; figures reported before stay
-    valid."""
+    """Measure contestants that are in memory at the same time, workload by workload, in `rounds` rounds.
+
+    In a round each has a turn of some seconds, in alternating order, during which the others are stopped; `read_rate`
+    measures the machine before each turn. So the machine is nearly the same for all figures of a round. Each figure is
+    reported as it is measured. Raises `ServerError` that names the contestant; figures reported before stay valid.
+    """
     for checkpoint in dict.fromkeys(workload.checkpoint for workload in workloads):
-        chosen = [workload for workload in workloads if workload.checkpoint == checkpoint]
-        _measure_checkpoint(contestant, checkpoint, chosen, round_number, root, tell)
+        folder = write(checkpoint, root / "checkpoints")
+        with contextlib.ExitStack() as started:
+            runners = []
+            for contestant in contestants:
+                with _naming(contestant):
+                    runners.append(_start(contestant, checkpoint, folder, rounds.start, root, started, tell))
+            for workload in (workload for workload in workloads if workload.checkpoint == checkpoint):
+                for number in rounds:
+                    # The first of a round is the last of the next, so that drift of the machine affects all alike.
+                    for each in runners if number % 2 == 0 else reversed(runners):
+                        tell(Measurement(MACHINE, number, READ, read_rate()))
+                        with _naming(each.contestant):
+                            tell(each.turn(workload, number))
+            for each in runners:
+                memory = each.server.peak_resident_bytes() / 1e9
+                tell(Measurement(each.contestant.name, rounds.start, f"memory {checkpoint.name}", memory))
 
 
-def _measure_checkpoint(
+@contextlib.contextmanager
+def _naming(contestant: Contestant) -> Iterator[None]:
+    try:
+        yield
+    except (InstallError, LoadError, ServerError) as error:
+        raise ServerError(f"{contestant.name}: {error}") from error
+
+
+def _start(
     contestant: Contestant,
     checkpoint: Checkpoint,
-    workloads: Sequence[Workload],
-    round_number: int,
+    folder: Path,
+    seed: int,
     root: Path,
+    started: contextlib.ExitStack,
     tell: Callable[[Measurement], None],
-) -> None:
-    folder = write(checkpoint, root / "checkpoints")
+) -> _Runner:
+    """Start a contestant, which ends with `started`, and stop it when it has answered and is idle."""
     contestant.prepare(folder)
     model = contestant.model(folder)
     port = free_port()
@@ -148,23 +236,38 @@ def _measure_checkpoint(
     logs = root / "logs"
     logs.mkdir(exist_ok=True)
     log = logs / f"{contestant.name}-{checkpoint.name}.log"
-    probe, *warm_up = WARM_UP.requests(round_number)
-    with ServerProcess(command.arguments, command.environment, logs, log) as server:
-        ready = server.wait_ready(target, probe._replace(max_tokens=1), contestant.ready_seconds)
-        tell(Measurement(contestant.name, round_number, f"ready {checkpoint.name}", ready))
-        run(target, warm_up)
-        for workload in workloads:
-            answers = run(target, workload.requests(round_number))
-            value, gaps = workload.figure.of(answers), workload.gaps(answers)
-            tell(Measurement(contestant.name, round_number, workload.name, value, tuple(gaps)))
-        memory = server.peak_resident_bytes() / 1e9
-        tell(Measurement(contestant.name, round_number, f"memory {checkpoint.name}", memory))
+    probe, *warm_up = WARM_UP.requests(seed)
+    server = started.enter_context(ServerProcess(command.arguments, command.environment, logs, log))
+    ready = server.wait_ready(target, probe._replace(max_tokens=1), contestant.ready_seconds)
+    tell(Measurement(contestant.name, seed, f"ready {checkpoint.name}", ready))
+    run(target, warm_up)
+    server.wait_idle()
+    server.signal(signal.SIGSTOP)
+    return _Runner(contestant, server, target)
 
 
 # The machine itself: `kaon doctor`'s measurements, stored as those of a contestant with a name that no peer has.
 
-MACHINE, READ, MATRIX = "machine", "read", "matrix"
-"""The contestant's name, and its quantities: 10^9 bytes, and 10^9 operations per second."""
+
+def read_probe() -> Callable[[], float]:
+    """Return a function that reads memory on all cores for 50 ms, and returns the median rate in 10^9 bytes a second.
+
+    Raises `ServerError` if the CPU operators were not built.
+    """
+    if runtime.start(len(os.sched_getaffinity(0))) is None:
+        raise ServerError("the CPU operators, which measure the machine, were not built; install a C compiler")
+    memory, sums = torch.ones(_PROBE_BYTES, dtype=torch.uint8), torch.zeros(1024, dtype=torch.int64)
+    arguments = ReadLimit(memory.data_ptr(), memory.nbytes, sums.data_ptr())
+
+    def read_rate() -> float:
+        rates = []
+        until = time.perf_counter() + _PROBE_SECONDS
+        while (began := time.perf_counter()) < until:
+            runtime.current().run(arguments, Step(num_tokens=1), (memory, sums))
+            rates.append(_PROBE_BYTES / (time.perf_counter() - began) / 1e9)
+        return statistics.median(rates)
+
+    return read_rate
 
 
 def measure_machine(round_number: int) -> tuple[str, list[Measurement]]:
@@ -222,6 +325,17 @@ class Results:
         """Seconds between tokens in steady decode, of all rounds, in ascending order."""
         found = (each for each in self._measurements if (each.contestant, each.what) == (contestant, what))
         return sorted(gap for measurement in found for gap in measurement.gaps)
+
+    def pairs(
+        self, ours: str, theirs: str, what: str, of: Callable[[Measurement], float] = lambda each: each.value
+    ) -> list[tuple[float, float]]:
+        """A figure of two contestants in each round in which it was measured for both."""
+        of_round: dict[str, dict[int, float]] = {ours: {}, theirs: {}}
+        for each in self._measurements:
+            if each.what == what and each.contestant in of_round:
+                of_round[each.contestant][each.round] = of(each)
+        rounds = sorted(of_round[ours].keys() & of_round[theirs].keys())
+        return [(of_round[ours][number], of_round[theirs][number]) for number in rounds]
 
     def _values(self, contestant: str, what: str) -> list[float]:
         return [each.value for each in self._measurements if (each.contestant, each.what) == (contestant, what)]

@@ -4,7 +4,9 @@ machine.
 They are written here, and `make bench` leaves them unchanged.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.checkpoints import QWEN3_06B, Checkpoint
@@ -29,15 +31,18 @@ _NONE = "-"
 
 _WHAT = (
     "Kaon and other servers that run on CPUs, each over HTTP, on random checkpoints of Qwen3's architecture: the "
-    "shape of Qwen3-0.6B, and a tiny one of 11 M parameters. One load generator sends greedy completion requests "
-    "all at once and checks that each answer has the number of tokens that was asked for; `256/64` is a prompt of "
-    "256 tokens and 64 generated ones. `make bench-peers` starts the servers in turn, round by round; figures are "
-    "medians of the rounds. Rates count generated tokens from the first request to the last token, prompts "
-    "included. Shared prefix is the seconds until 16 requests of 1056 tokens, which begin with the same 1024, have "
-    "16 tokens each. Ready is the time from the command to the end of a first one-token answer; memory the sum of "
-    "each process's peak resident size after all workloads. Each machine has a section of its own, named by its "
-    "processor and by the path of Kaon's operators that runs on it, and shows "
-    "its own limits, which `kaon doctor` measures before the rounds."
+    "shape of Qwen3-0.6B, and a tiny one of 11 M parameters. One load generator sends greedy completion requests all "
+    "at once and checks that each answer has the number of tokens that was asked for; `256/64` is a prompt of 256 "
+    "tokens and 64 generated ones. `make bench-peers` starts Kaon together with one peer. In each round both have a "
+    "turn of some seconds with each workload, in alternating order, while the other one is stopped: the memory rate "
+    "of a cloud machine may double within minutes, so figures that were measured minutes apart do not compare. "
+    "Figures are medians of the rounds, and ratios are medians of the rounds' ratios. Rates count generated tokens "
+    "from the first request to the last token, prompts included. Shared prefix is the seconds until 16 requests of "
+    "1056 tokens, which begin with the same 1024, have 16 tokens each. Ready is the time from the command to the end "
+    "of a first one-token answer; memory the sum of each process's peak resident size after all workloads. Each "
+    "machine has a section of its own, named by its processor and by the path of Kaon's operators that runs on it, "
+    "and shows its own limits: the matrix rate, which `kaon doctor` measures at the start, and the read rate before "
+    "each turn."
 )
 
 
@@ -52,7 +57,7 @@ def section(
     ]
     figures = _figures(machine, shown, results).markdown()
     parts = [figures.replace("\n\nTarget: ", f"\n\n{described}\n\nTarget: ", 1)]
-    tables = [_ratios(shown, results), _shares(results), _evenness(shown, results)]
+    tables = [ratios(shown, results), _shares(results), _evenness(shown, results)]
     parts += [table.markdown().replace("## ", "### ", 1) for table in tables if table.rows]
     parts.append("### Versions and commands\n\n" + "\n".join(lines) + "\n")
     return marked(section_of(machine), "\n".join(parts))
@@ -89,8 +94,8 @@ def _figures(machine: str, shown: Sequence[Contestant], results: Results) -> Tab
 _HOW = """\
 ### Running it
 
-    make bench-peers                                             # every peer, three rounds: an hour or more
-    make bench-peers ARGS="--peers vllm,llama-cpp --rounds 5"    # some, each next to the Kaon of its precision
+    make bench-peers                                             # every peer, five rounds: two hours or more
+    make bench-peers ARGS="--peers vllm,llama-cpp --rounds 9"    # some, each next to the Kaon of its precision
     make bench-peers ARGS="--workloads one,eight --no-page"      # some workloads, printed and not written
     make bench-peers ARGS="--peers vllm --rounds 1 --append"     # a further round of a run in pieces
     make bench-peers ARGS="--rounds 0 --append"                  # the page again, from what was measured
@@ -129,37 +134,54 @@ _TARGETS: Mapping[str, Mapping[str, float]] = {
 """By precision: target for the ratio of Kaon's figure to that of the best peer."""
 
 
-def _ratios(shown: Sequence[Contestant], results: Results) -> Table:
+_STEPS = frozenset(workload.name for workload in WORKLOADS if workload.figure is RATE)
+"""The workloads whose decode steps are compared as well."""
+
+
+def ratios(shown: Sequence[Contestant], results: Results) -> Table:
+    """The table of Kaon against the best peer of each precision."""
     rows = []
     for what, (title, _) in COLUMNS.items():
         for precision, targets in _TARGETS.items():
             some = [each for each in shown if each.precision == precision]
-            if found := _against_best(some, what, targets, results):
-                rows.append((title, precision, *found))
+            if found := _against_best(some, partial(_figure_ratios, results, what)):
+                rows.append((title, precision, *found, f"{targets[what]:.2f}" if what in targets else _NONE))
+            if what in _STEPS and (found := _against_best(some, partial(_step_ratios, results, what))):
+                rows.append((f"{title}, median step", precision, *found, _NONE))
     return Table(
         "Kaon against the best peer",
-        "How many times as good Kaon's median is as that of the peer that is best at it, among those of the same "
-        "precision: more tokens a second, or less time or memory.",
+        "How many times as good Kaon is as the peer that is best at it, among those of the same precision: more "
+        "tokens a second, or less time or memory. The ratio is the median of the rounds' ratios, whose range is next "
+        "to it. The median step is the time between the tokens of a stream while all decode.",
         "as the last column says.",
-        ("", "weights", "best peer", "Kaon is", "target"),
+        ("", "weights", "best peer", "Kaon is", "range", "target"),
         rows,
     )
 
 
-def _against_best(
-    contestants: Sequence[Contestant], what: str, targets: Mapping[str, float], results: Results
-) -> tuple[str, str, str] | None:
-    """The best peer's title, the ratio of Kaon's figure to its figure, and the target of the ratio."""
+def _figure_ratios(results: Results, what: str, kaon: str, peer: str) -> list[float]:
     _, figure = COLUMNS[what]
-    medians = {each: results.median(each.name, what) for each in contestants}
-    found = {each: median for each, median in medians.items() if median is not None}
-    kaon = next((each for each in found if each.name.startswith("kaon")), None)
-    order = sorted((each for each in found if each is not kaon), key=lambda each: found[each])
-    if kaon is None or not order:
+    return [figure.ratio(*pair) for pair in results.pairs(kaon, peer, what)]
+
+
+def _step_ratios(results: Results, what: str, kaon: str, peer: str) -> list[float]:
+    pairs = results.pairs(kaon, peer, what, lambda each: percentile(sorted(each.gaps), 50) if each.gaps else 0.0)
+    return [theirs / ours for ours, theirs in pairs if ours and theirs]
+
+
+def _against_best(
+    contestants: Sequence[Contestant], ratios_of: Callable[[str, str], list[float]]
+) -> tuple[str, str, str] | None:
+    """The title of the peer against which Kaon is least, the median of the rounds' ratios, and their range."""
+    kaon = next((each for each in contestants if each.name.startswith("kaon")), None)
+    if kaon is None:
         return None
-    best = order[-1 if figure.more_is_better else 0]
-    target = f"{targets[what]:.2f}" if what in targets else _NONE
-    return best.title, f"{figure.ratio(found[kaon], found[best]):.2f}", target
+    found = {each: sorted(ratios_of(kaon.name, each.name)) for each in contestants if each is not kaon}
+    found = {each: of_rounds for each, of_rounds in found.items() if of_rounds}
+    if not found:
+        return None
+    best = min(found, key=lambda each: statistics.median(found[each]))
+    return best.title, f"{statistics.median(found[best]):.2f}", f"{found[best][0]:.2f} to {found[best][-1]:.2f}"
 
 
 def _shares(results: Results) -> Table:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from engine.text.io_processor import DoesNotFit, InvalidRequest
 from server.error_answers import refusal
-from server.errors import BadRequest, ContextLengthExceeded
+from server.errors import BadRequest, ContextLengthExceeded, ThreadUnsupported
 from server.frontend import Frontend
 from server.ignored import ignore
 from server.limits.owners import Owner
@@ -128,6 +128,8 @@ def _renamed(error: BadRequest, request: CountTokensRequest) -> BadRequest:
 
 def to_chat(request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal) -> ChatCompletionRequest:
     """Convert `request` to a chat request. Raises `BadRequest` if that is impossible."""
+    if isinstance(request, MessagesRequest) and request.thread is not None:
+        raise ThreadUnsupported("thread is set, but this server stores no conversations; send all messages without it")
     conversation = _Conversation(open_seal)
     if system := _system_text(request.system, frontend.config.server_config.strip_billing_line):
         conversation.messages.append({"role": "system", "content": system})

@@ -24,19 +24,17 @@ from server.responses.tools import ToolTable
 from server.schemas.body import validate
 from server.schemas.chat import FREE_TEXT, ChatCompletionRequest
 from server.schemas.generation import SamplingFields
-from server.schemas.responses import (
+from server.schemas.response_objects import (
     CompactionItem,
     CustomCallItem,
     CustomCallOutputItem,
-    CustomTool,
     FunctionCallItem,
     FunctionCallOutputItem,
-    GrammarInput,
     Item,
     MessageItem,
     ReasoningItem,
-    ResponsesRequest,
 )
+from server.schemas.responses import CustomTool, GrammarInput, ResponsesRequest
 from server.sealing import Changed, Foreign, Kind
 
 Message: TypeAlias = dict[str, Any]

@@ -30,7 +30,7 @@ from server.responses.store import new_id
 from server.responses.tools import Called, ToolTable, echoed
 from server.schemas.chat import TokenLogprob
 from server.schemas.generation import AnswerHead, Usage
-from server.schemas.responses import (
+from server.schemas.response_objects import (
     CompactedResponse,
     CompactionItem,
     CustomCallItem,
@@ -44,12 +44,12 @@ from server.schemas.responses import (
     ReasoningText,
     ResponseFailure,
     ResponseObject,
-    ResponsesRequest,
     ResponseStatus,
     ResponseUsage,
     ResponseUsageInput,
     ResponseUsageOutput,
 )
+from server.schemas.responses import ResponsesRequest
 from server.sealing import Kind
 from server.streaming.logprobs import chat_logprobs
 from server.streaming.sse import Renderer, encode

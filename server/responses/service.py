@@ -13,7 +13,7 @@ from server.limits.accounts import Accounts
 from server.limits.owners import Owner
 from server.responses.rendering import ResponsesRenderer
 from server.responses.store import EventLog, ResponseStore, StoredResponse, StoreFull, Turn
-from server.schemas.responses import ResponseObject
+from server.schemas.response_objects import ResponseObject
 
 _CLOSE_SECONDS = 1.0
 """Seconds that background responses may take, at the end of the server, to record their end."""

@@ -22,12 +22,23 @@ from server.errors import ApiError, BadRequest
 from server.ignored import ignore
 from server.limits.accounts import Accounts, Resource
 from server.limits.owners import Owner
-from server.schemas.responses import (
+from server.schemas.response_objects import (
     CompactionItem,
     CustomCallItem,
     CustomCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
+    InputText,
+    Item,
+    MessageContent,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    Refusal,
+    SummaryText,
+)
+from server.schemas.responses import (
     InputCompaction,
     InputCompactionTrigger,
     InputCustomCall,
@@ -40,17 +51,8 @@ from server.schemas.responses import (
     InputPart,
     InputReasoning,
     InputReference,
-    InputText,
     InputTools,
-    Item,
-    MessageContent,
-    MessageItem,
     OutputPart,
-    OutputText,
-    ReasoningItem,
-    ReasoningText,
-    Refusal,
-    SummaryText,
     UnreadPart,
 )
 

@@ -18,17 +18,8 @@ from server.responses.service import ResponsesService
 from server.responses.store import EventLog, StoredResponse, Turn, stored_items
 from server.responses.tools import ToolTable
 from server.schemas.body import as_json, json_response
-from server.schemas.responses import (
-    CompactedResponse,
-    CompactRequest,
-    DeletedResponse,
-    InputReference,
-    InputTokens,
-    InputTokensRequest,
-    ItemList,
-    ResponseObject,
-    ResponsesRequest,
-)
+from server.schemas.response_objects import CompactedResponse, DeletedResponse, InputTokens, ItemList, ResponseObject
+from server.schemas.responses import CompactRequest, InputReference, InputTokensRequest, ResponsesRequest
 from server.streaming.generation import Generation, while_connected
 from server.streaming.sse import EventStream
 

@@ -3,11 +3,10 @@
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from server.schemas.body import Between, FewFields, RequestModel
+from server.schemas.body import Between, Metadata, RequestModel
 from server.schemas.generation import PlainName
-from server.schemas.responses import fits_metadata
 
 HOUR, DAY, MONTH = 3600, 86400, 30 * 86400
 
@@ -40,7 +39,7 @@ class BatchRequest(RequestModel):
     completion_window: Literal["24h"]
     """After this time, lines that are not done expire."""
 
-    metadata: Annotated[dict[str, str], FewFields, AfterValidator(fits_metadata)] | None = None
+    metadata: Metadata | None = None
     """Returned with the batch."""
 
     output_expires_after: OutputExpiry | None = None

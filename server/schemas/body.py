@@ -26,6 +26,7 @@ from pydantic import GetJsonSchemaHandler as JsonSchemaHandler
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from engine.config.spelling import nearest
+from engine.text.structured.spec import is_deeper
 from server.errors import BadRequest
 from server.schemas.tolerated import ObjectPath, without_tolerated
 
@@ -37,6 +38,9 @@ MAX_ITEMS = 2048
 
 MAX_STOP_CHARACTERS = 4096
 """Length of the longest stop string; a longer one could match only answers of thousands of tokens."""
+
+_MAX_NESTING = 400
+_MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 
 _NO_LIMIT = 2**31 - 1
 """Upper bounds from this value on come from integer types, so messages and docs do not mention them."""
@@ -126,11 +130,33 @@ def _check_stop_strings(value: list[str]) -> list[str]:
     return value
 
 
+def _not_too_deep(schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a schema that can be parsed, but not encoded in an answer, which nests it deeper."""
+    if is_deeper(schema, _MAX_NESTING):
+        raise rule(f"it is nested too deeply; it may have at most {_MAX_NESTING} levels")
+    return schema
+
+
+def _fits_metadata(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > _MAX_METADATA:
+        raise rule(f"it may have at most {_MAX_METADATA} keys, and has {len(value)}")
+    for key, text in value.items():
+        if len(key) > _MAX_KEY or len(text) > _MAX_VALUE:
+            raise rule(f"its keys may have at most {_MAX_KEY} characters and its values {_MAX_VALUE}")
+    return value
+
+
 Items: TypeAlias = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
 """A list that is refused at its first invalid item."""
 
 FewFields = BeforeValidator(_limit_fields)
 """Annotation that limits the fields of a plain object; `RequestModel`s have this limit already."""
+
+Schema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
+"""A JSON schema that the answer repeats."""
+
+Metadata: TypeAlias = Annotated[dict[str, str], FewFields, AfterValidator(_fits_metadata)]
+"""Keys and values that are stored with an object."""
 
 StringOrStrings: TypeAlias = Annotated[
     Items[str],
@@ -306,9 +332,9 @@ def _first_error(data: dict[str, Any], error: ValidationError, known: Collection
         hint = f"{hint} If not," if hint else ";"
         return BadRequest(f"{path} is not a known field{hint} {_LEAVE_OUT}", param=path)
     sentence = _sentence(path, value, same)
-    # A sentence about several fields begins with the name of the field to change.
+    # A sentence about several fields begins with the name of the field to change, or with the path of its object.
     subject = sentence.partition(" ")[0]
-    return BadRequest(sentence, param=path or (subject if subject in known else None))
+    return BadRequest(sentence, param=path or (subject if subject.partition("[")[0] in known else None))
 
 
 def _locate(data: Any, error: ErrorDetails) -> tuple[str, Any]:

@@ -6,7 +6,7 @@ that the rest of the server needs. `server.routes.chat` writes the chunks of a s
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
@@ -231,13 +231,23 @@ ToolChoice: TypeAlias = (
 
 
 def _names_differ(tools: list[Tool]) -> list[Tool]:
-    seen: set[str] = set()
-    for index, tool in enumerate(tools):
-        name = tool.function.name
-        if name in seen:
-            raise sentence(f"holds two functions named {name}, the second at [{index}]; give each a name of its own")
-        seen.add(name)
+    _check_names(tool.function for tool in tools)
     return tools
+
+
+def _function_names_differ(functions: list[FunctionDefinition]) -> list[FunctionDefinition]:
+    _check_names(functions)
+    return functions
+
+
+def _check_names(functions: Iterable[FunctionDefinition]) -> None:
+    seen: set[str] = set()
+    for index, function in enumerate(functions):
+        if function.name in seen:
+            raise sentence(
+                f"holds two functions named {function.name}, the second at [{index}]; give each a name of its own"
+            )
+        seen.add(function.name)
 
 
 Tools: TypeAlias = Annotated[Items[Tool], AfterValidator(_names_differ)]
@@ -599,14 +609,16 @@ class ChatCompletionRequest(SamplingFields):
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None
     prompt_cache_retention: Ignored | None = None
+    prompt_cache_options: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
     verbosity: Annotated[
         Literal["low", "medium", "high"] | None, AfterValidator(_note_verbosity), Field(description=NO_CHANGE)
     ] = None
-    functions: Items[FunctionDefinition] | None = None
+    functions: Annotated[Items[FunctionDefinition], AfterValidator(_function_names_differ)] | None = None
     """Older form of `tools`; the answer then has `function_call` instead of `tool_calls`."""
     function_call: Literal["none", "auto"] | ToolReference | None = None
     """Older form of `tool_choice`."""
     audio: Unsupported = None
+    moderation: Unsupported = None
     web_search_options: Unsupported = None
 
     @model_validator(mode="after")
@@ -623,7 +635,7 @@ class ChatCompletionRequest(SamplingFields):
         if self.functions is not None:
             if self.tools:
                 raise sentence("functions and tools are both set; send tools")
-            self.tools = _names_differ([FunctionTool(type="function", function=each) for each in self.functions])
+            self.tools = [FunctionTool(type="function", function=each) for each in self.functions]
             self.parallel_tool_calls = False
             if isinstance(self.function_call, ToolReference):
                 self.tool_choice = NamedFunction(type="function", function=self.function_call)

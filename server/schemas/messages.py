@@ -20,10 +20,19 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from server.schemas.body import NO_CHANGE, Between, FewFields, Items, RequestModel, StringOrStrings, rule, sentence
+from server.schemas.body import (
+    NO_CHANGE,
+    Between,
+    FewFields,
+    Items,
+    RequestModel,
+    Schema,
+    StringOrStrings,
+    rule,
+    sentence,
+)
 from server.schemas.chat import FunctionName
 from server.schemas.generation import INT31, ModelRequest
-from server.schemas.responses import Schema
 
 Hint: TypeAlias = Annotated[dict[str, Any] | None, FewFields, Field(description=NO_CHANGE)]
 """An object without effect here, with any content."""
@@ -103,6 +112,7 @@ class ImageBlock(_Part):
     type: Literal["image"]
     source: Annotated[dict[str, Any], FewFields]
     cache_control: Hint = None
+    transformations: HintList = None
 
 
 class DocumentBlock(_Part):
@@ -141,6 +151,9 @@ class CompactionBlock(_Part):
     type: Literal["compaction"]
     content: str = ""
     cache_control: Hint = None
+    encrypted_content: HintText = None
+    signature: HintText = None
+    tool_changes: HintList = None
 
 
 _HOSTED_BLOCKS = (
@@ -353,8 +366,9 @@ class ThinkingConfig(_Part):
     budget_tokens: Annotated[int, Between(MIN_BUDGET, INT31)] | None = None
     """With type `enabled`: most tokens of reasoning, which is closed after them. `max_tokens` limits reasoning and
     answer together."""
-    display: Literal["summarized", "omitted"] = "summarized"
+    display: Literal["summarized", "omitted", "updates"] = "summarized"
     """`omitted` answers with the signature alone, which holds the reasoning for the next turn."""
+    block_binding: Hint = None
 
     @model_validator(mode="after")
     def _enabled_has_a_budget(self) -> "ThinkingConfig":
@@ -424,6 +438,10 @@ class CountTokensRequest(ModelRequest):
     anthropic_version: HintText = None
     anthropic_beta: HintList = None
     betas: HintList = None
+    billing_policy: Hint = None
+    compaction: Hint = None
+    user_profile_id: HintText = None
+    workspace_id: HintText = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -464,15 +482,14 @@ class MessagesRequest(CountTokensRequest):
 
     metadata: Hint = None
     service_tier: HintText = None
-    billing_policy: Hint = None
-    compaction: Hint = None
     container: Annotated[str | dict[str, Any] | None, Field(description=NO_CHANGE)] = None
     diagnostics: Hint = None
     fallback_credit_token: HintText = None
     fallbacks: HintList = None
     inference_geo: HintText = None
-    user_profile_id: HintText = None
-    workspace_id: HintText = None
+
+    thread: Annotated[dict[str, Any] | None, FewFields] = None
+    """Refused: conversations are not stored here. The error makes Anthropic's clients send them whole."""
 
     @model_validator(mode="after")
     def _thinking_leaves_room(self) -> "MessagesRequest":

@@ -1,29 +1,28 @@
-"""`/v1/responses`: the input as clients send it, the items that the server stores, the requests, the whole answers.
+"""`/v1/responses`: the requests, with the input and the tools as clients send them.
 
-`server.responses.store` makes stored items from the input. The events of a stream are written by
-`server.responses.rendering`.
+What the server stores and answers is in `server.schemas.response_objects`.
 """
 
 import json
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-import msgspec
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine.sampling_params import MAX_LOGPROBS
-from engine.text.structured.spec import is_deeper
 from server.schemas.body import (
     NO_CHANGE,
     Between,
     FewFields,
     Ignored,
     Items,
+    Metadata,
     RequestModel,
+    Schema,
     Unsupported,
     rule,
     sentence,
 )
-from server.schemas.chat import FunctionName, TokenLogprob, unread_note
+from server.schemas.chat import FunctionName, unread_note
 from server.schemas.generation import INT31, JsonObjectFormat, JsonSchema, SamplingFields, TextFormat
 
 _ItemStatus: TypeAlias = Annotated[
@@ -308,19 +307,6 @@ def _known_item(data: Any) -> Any:
 
 # -- tools ----------------------------------------------------------------------------------------------------------
 
-_MAX_NESTING = 400
-
-
-def _not_too_deep(schema: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a schema that can be parsed, but not encoded in an answer, which nests it deeper."""
-    if is_deeper(schema, _MAX_NESTING):
-        raise rule(f"it is nested too deeply; it may have at most {_MAX_NESTING} levels")
-    return schema
-
-
-Schema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
-"""A JSON schema."""
-
 
 class _CallableTool(RequestModel):
     """What functions and custom tools share: fields that have no effect here."""
@@ -484,141 +470,7 @@ Input: TypeAlias = Annotated[_AnyInput, Field(min_length=1)]
 """A user's text, or a list of items; read as a list."""
 
 
-# -- items ----------------------------------------------------------------------------------------------------------
-
-ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
-
-
-# The garbage collector does not visit these items (`gc=False`), which form no cycles, nor tuples of them. Its full
-# collections hold the interpreter's lock, and took 36 ms for 24 stored responses of 2000 items each.
-
-
-class InputText(msgspec.Struct, tag_field="type", tag="input_text", frozen=True, gc=False):
-    text: str
-
-
-class OutputText(msgspec.Struct, tag_field="type", tag="output_text", frozen=True, gc=False):
-    text: str
-    annotations: tuple[Any, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-class Refusal(msgspec.Struct, tag_field="type", tag="refusal", frozen=True, gc=False):
-    refusal: str
-
-
-class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text", frozen=True, gc=False):
-    text: str
-
-
-class SummaryText(msgspec.Struct, tag_field="type", tag="summary_text", frozen=True, gc=False):
-    text: str
-
-
-MessageContent: TypeAlias = InputText | OutputText | Refusal
-
-
-class MessageItem(msgspec.Struct, tag_field="type", tag="message", kw_only=True, frozen=True, gc=False):
-    id: str
-    role: Literal["user", "assistant", "system", "developer"]
-    content: tuple[MessageContent, ...]
-    status: ItemStatus = "completed"
-
-    @property
-    def text(self) -> str:
-        return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in self.content)
-
-
-class _CallItem(msgspec.Struct, kw_only=True, frozen=True, gc=False):
-    """A call of a tool."""
-
-    id: str
-    call_id: str
-    name: str
-    namespace: str | msgspec.UnsetType = msgspec.UNSET
-    """The namespace of the tool, if it has one."""
-    status: ItemStatus = "completed"
-
-
-class FunctionCallItem(_CallItem, tag_field="type", tag="function_call", kw_only=True, frozen=True, gc=False):
-    arguments: str
-    """JSON text of an object; truncated if `status` is `incomplete`."""
-
-
-class CustomCallItem(_CallItem, tag_field="type", tag="custom_tool_call", kw_only=True, frozen=True, gc=False):
-    input: str
-    """Free text; truncated if `status` is `incomplete`."""
-
-
-class _CallOutputItem(msgspec.Struct, kw_only=True, frozen=True, gc=False):
-    """The result of a tool's call."""
-
-    id: str
-    call_id: str
-    output: str
-    status: ItemStatus = "completed"
-
-
-class FunctionCallOutputItem(
-    _CallOutputItem, tag_field="type", tag="function_call_output", kw_only=True, frozen=True, gc=False
-):
-    pass
-
-
-class CustomCallOutputItem(
-    _CallOutputItem, tag_field="type", tag="custom_tool_call_output", kw_only=True, frozen=True, gc=False
-):
-    pass
-
-
-class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True, frozen=True, gc=False):
-    """The model's reasoning as plain text: the server never writes `summary`."""
-
-    id: str
-    summary: tuple[SummaryText, ...] = ()
-    content: tuple[ReasoningText, ...] = ()
-    encrypted_content: str | None = None
-    """The same text, sealed, where `include` asks for it: for clients that send only this back."""
-    status: ItemStatus = "completed"
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content or self.summary)
-
-
-class CompactionItem(msgspec.Struct, tag_field="type", tag="compaction", kw_only=True, frozen=True, gc=False):
-    """Stands for the conversation before it."""
-
-    id: str
-    encrypted_content: str
-    """A summary that the model wrote, sealed."""
-
-
-OutputItem: TypeAlias = MessageItem | FunctionCallItem | CustomCallItem | ReasoningItem | CompactionItem
-Item: TypeAlias = (
-    MessageItem
-    | FunctionCallItem
-    | FunctionCallOutputItem
-    | CustomCallItem
-    | CustomCallOutputItem
-    | ReasoningItem
-    | CompactionItem
-)
-
-
-class ItemList(msgspec.Struct, kw_only=True):
-    """Answer to `GET /v1/responses/{id}/input_items`: a page of items."""
-
-    object: Literal["list"] = "list"
-    data: list[Item]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 # -- requests -------------------------------------------------------------------------------------------------------
-
-_MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Summary: TypeAlias = Literal["auto", "concise", "detailed"]
@@ -744,15 +596,6 @@ class ReasoningConfig(RequestModel):
     mode: Annotated[str | None, Field(description=NO_CHANGE)] = None
 
 
-def fits_metadata(value: dict[str, str]) -> dict[str, str]:
-    if len(value) > _MAX_METADATA:
-        raise rule(f"it may have at most {_MAX_METADATA} keys, and has {len(value)}")
-    for key, text in value.items():
-        if len(key) > _MAX_KEY or len(text) > _MAX_VALUE:
-            raise rule(f"its keys may have at most {_MAX_KEY} characters and its values {_MAX_VALUE}")
-    return value
-
-
 class ResponsesRequest(SamplingFields):
     """Body of `POST /v1/responses`."""
 
@@ -799,7 +642,7 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: Annotated[int, Between(0, MAX_LOGPROBS)] | None = None
     """Report this many of the most probable alternatives with each log probability."""
 
-    metadata: Annotated[dict[str, str], FewFields, AfterValidator(fits_metadata)] = {}  # noqa: RUF012
+    metadata: Metadata = {}  # noqa: RUF012
     """Stored with the response."""
 
     chat_template_kwargs: Annotated[dict[str, Any], FewFields] = {}  # noqa: RUF012
@@ -817,6 +660,7 @@ class ResponsesRequest(SamplingFields):
     prompt_cache_key: Ignored | None = None
     prompt_cache_retention: Ignored | None = None
     client_metadata: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
+    background_options: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
     prompt_cache_options: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
     access_programs: Unsupported = None
     context_management: Unsupported = None
@@ -851,6 +695,8 @@ class InputTokensRequest(ResponsesRequest):
     model: str = ""
     """Name of a served model; default: the first."""
 
+    personality: Ignored | None = None
+
 
 class CompactRequest(ResponsesRequest):
     """Body of `POST /v1/responses/compact`: a request for a response, in whose place the conversation is compacted."""
@@ -870,101 +716,3 @@ class CompactRequest(ResponsesRequest):
     @property
     def compacts(self) -> bool:
         return True
-
-
-# -- answers --------------------------------------------------------------------------------------------------------
-
-
-class InputTokens(msgspec.Struct):
-    """Answer to `POST /v1/responses/input_tokens`."""
-
-    input_tokens: int
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-
-
-class ResponseUsageInput(msgspec.Struct):
-    cached_tokens: int
-    """Input tokens whose KV came from the prefix cache."""
-    cache_write_tokens: int = 0
-
-
-class ResponseUsageOutput(msgspec.Struct):
-    reasoning_tokens: int
-
-
-class ResponseUsage(msgspec.Struct):
-    """Tokens of a response's prompt and answer."""
-
-    input_tokens: int
-    input_tokens_details: ResponseUsageInput
-    output_tokens: int
-    output_tokens_details: ResponseUsageOutput
-    total_tokens: int
-
-
-class IncompleteDetails(msgspec.Struct):
-    reason: Literal["max_output_tokens"] = "max_output_tokens"
-
-
-class ResponseFailure(msgspec.Struct):
-    message: str
-    code: str = "server_error"
-    """`rate_limit_exceeded` or `context_length_exceeded` where that is the reason."""
-
-
-ResponseStatus: TypeAlias = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-
-
-class ResponseObject(msgspec.Struct, kw_only=True):
-    """Answer to `POST /v1/responses` and `GET /v1/responses/{id}`."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    """Seconds since the epoch, like `completed_at`."""
-    completed_at: int | None = None
-    status: ResponseStatus
-    background: bool
-    error: ResponseFailure | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: int | None
-    metadata: dict[str, str]
-    model: str
-    output: list[OutputItem] = []
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    prompt_cache_key: str | None
-    reasoning: dict[str, Any]
-    safety_identifier: str | None
-    service_tier: Literal["default"] = "default"
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float
-    truncation: Literal["auto", "disabled"]
-    usage: ResponseUsage | None = None
-    user: str | None
-
-
-class CompactedResponse(msgspec.Struct, kw_only=True):
-    """Answer to `POST /v1/responses/compact`. `output` takes the place of the conversation in the next request."""
-
-    id: str
-    object: Literal["response.compaction"] = "response.compaction"
-    created_at: int
-    output: list[OutputItem]
-    """The newest messages of the user, as many as fit a quarter of the context, and the compaction item."""
-    usage: ResponseUsage
-
-
-class DeletedResponse(msgspec.Struct):
-    """Answer to `DELETE /v1/responses/{id}`."""
-
-    id: str
-    object: Literal["response"] = "response"
-    deleted: Literal[True] = True

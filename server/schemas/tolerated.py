@@ -48,6 +48,7 @@ TOLERATED = (
     Tolerated("messages[].", "thinking_blocks", "clients of LiteLLM"),
     Tolerated("messages[].", "provider_specific_fields", "clients of LiteLLM"),
     Tolerated("messages[].content[].", "cache_control", "Anthropic's cache hints"),
+    Tolerated("messages[].content[].", "prompt_cache_breakpoint", "OpenAI's cache hints"),
     Tolerated("messages[].tool_calls[].", "provider_specific_fields", "clients of LiteLLM"),
     Tolerated("messages[].tool_calls[].", "extra_content", "clients of Gemini's OpenAI interface"),
     Tolerated("tools[].", "cache_control", "Anthropic's cache hints"),

@@ -149,6 +149,22 @@ def test_a_call_can_be_forced(ask: Callable[..., Message], choice: dict[str, Any
     assert {call.name for call in calls} == {"get_weather"}
 
 
+def test_its_tool_runner_goes_on_without_a_stored_thread(client: anthropic.Anthropic, model: str) -> None:
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """Get the weather for a city"""
+        asked.append(city)
+        return "sunny"
+
+    runner = client.beta.messages.tool_runner(
+        model=model, max_tokens=60, tools=[get_weather], messages=PARIS, extra_body=GREEDY
+    )
+    assert "sunny" in text_of(runner.until_done())
+    assert asked == ["Paris"]
+
+
 def test_no_tool_is_called_where_none_may_be(ask: Callable[..., Message]) -> None:
     message = ask(PARIS, tools=[WEATHER], tool_choice={"type": "none"})
     assert calls_of(message) == []

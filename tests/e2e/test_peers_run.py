@@ -1,6 +1,7 @@
 """A contestant of the peers' benchmarks from its start to its end, with a server that invents its answers."""
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from benchmarks.peers.load import WORKLOADS, Workload
 from benchmarks.peers.measure import MACHINE, MATRIX, READ, Measurement, ServerError, measure, measure_machine
 from benchmarks.peers.servers import Command, Contestant
 from benchmarks.report import processor
-from tests.e2e.processes import wait_gone
+from tests.e2e.processes import END_SECONDS, wait_gone
 
 SERVER = """
 import json, os, subprocess, sys, time
@@ -49,10 +50,10 @@ Server(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 class Fake(Contestant):
-    name = title = "fake"
     precision = "bf16"
 
-    def __init__(self, script: str, pids: Path) -> None:
+    def __init__(self, script: str, pids: Path, name: str = "fake") -> None:
+        self.name = self.title = name
         self._script = script
         self._pids = pids
 
@@ -81,32 +82,58 @@ def workloads(*names: str) -> Sequence[Workload]:
 
 
 @pytest.mark.usefixtures("no_checkpoints")
-def test_each_figure_is_reported_and_every_process_ends(tmp_path: Path) -> None:
+def test_servers_take_turns_and_every_process_ends(tmp_path: Path) -> None:
     found: list[Measurement] = []
-    pids = tmp_path / "pids"
-    measure(Fake(SERVER, pids), workloads("tiny-1", "tiny-32"), 4, tmp_path, found.append)
-    assert [each.what for each in found] == ["ready tiny-11m", "tiny-1", "tiny-32", "memory tiny-11m"]
-    assert {(each.contestant, each.round) for each in found} == {("fake", 4)}
+    pids = [tmp_path / "first", tmp_path / "second"]
+
+    def read_rate() -> float:
+        for file in pids:
+            for pid in file.read_text().split():
+                _wait_stopped(int(pid))
+        return 25.0
+
+    contestants = [Fake(SERVER, file, file.name) for file in pids]
+    measure(contestants, workloads("tiny-1", "tiny-32"), range(4, 6), tmp_path, read_rate, found.append)
+    figures = [(each.contestant, each.what, each.round) for each in found if each.contestant != MACHINE]
+    first, second = "first", "second"
+    assert figures == [
+        *((name, "ready tiny-11m", 4) for name in (first, second)),
+        *((name, "tiny-1", 4) for name in (first, second)),
+        *((name, "tiny-1", 5) for name in (second, first)),
+        *((name, "tiny-32", 4) for name in (first, second)),
+        *((name, "tiny-32", 5) for name in (second, first)),
+        *((name, "memory tiny-11m", 4) for name in (first, second)),
+    ]
+    rates = [(each.round, each.value) for each in found if each.contestant == MACHINE]
+    assert rates == [(4, 25.0), (4, 25.0), (5, 25.0), (5, 25.0)] * 2
     assert all(each.value > 0 for each in found)
-    assert len(found[1].gaps) == 63
-    # The child's 60 MB count.
-    assert found[3].value > 0.06
-    wait_gone([int(pid) for pid in pids.read_text().split()])
+    assert len(next(each for each in found if each.what == "tiny-1").gaps) == 63
+    # The children's 60 MB count.
+    assert min(each.value for each in found if each.what == "memory tiny-11m") > 0.06
+    wait_gone([int(pid) for file in pids for pid in file.read_text().split()])
+
+
+def _wait_stopped(process: int) -> None:
+    """A signal takes effect a moment after it was sent."""
+    deadline = time.monotonic() + END_SECONDS
+    while (state := Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]) != "T":
+        assert time.monotonic() < deadline, f"process {process} is in state {state} between turns"
+        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("no_checkpoints")
 def test_a_server_that_ends_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
-    script = "import sys; print('no such model', flush=True); sys.exit(3)"
-    with pytest.raises(ServerError, match="the server ended with status 3:\nno such model"):
-        measure(Fake(script, tmp_path / "pids"), workloads("tiny-1"), 0, tmp_path, lambda _: None)
+    contestant = Fake("import sys; print('no such model', flush=True); sys.exit(3)", tmp_path / "pids")
+    with pytest.raises(ServerError, match="fake: the server ended with status 3:\nno such model"):
+        measure([contestant], workloads("tiny-1"), range(1), tmp_path, lambda: 25.0, lambda _: None)
 
 
 @pytest.mark.usefixtures("no_checkpoints")
 def test_a_server_that_never_answers_is_reported_with_its_last_refusal(tmp_path: Path) -> None:
     contestant = Fake("import time; time.sleep(600)", tmp_path / "pids")
     contestant.ready_seconds = 0.5
-    with pytest.raises(ServerError, match=r"not ready within 0\.5 s; last: no connection to port"):
-        measure(contestant, workloads("tiny-1"), 0, tmp_path, lambda _: None)
+    with pytest.raises(ServerError, match=r"fake: not ready within 0\.5 s; last: no connection to port"):
+        measure([contestant], workloads("tiny-1"), range(1), tmp_path, lambda: 25.0, lambda _: None)
 
 
 def test_a_run_begins_with_the_limits_of_this_machine() -> None:

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from server.limits.accounts import Accounts
 from server.limits.owners import ANYONE, Owner
 from server.responses.store import ResponseNotFound, ResponseStore, StoredResponse, StoreFull, Turn
-from server.schemas.responses import InputText, MessageItem
+from server.schemas.response_objects import InputText, MessageItem
 
 PARTIES = [Owner.of_key("me"), Owner.of_key("you"), ANYONE, Owner.of_address("10.0.0.1")]
 OWNERS = st.sampled_from(PARTIES)

@@ -16,7 +16,8 @@ from server.responses.rendering import ResponsesRenderer
 from server.responses.tools import ToolTable
 from server.schemas.body import validate
 from server.schemas.generation import PromptTokensDetails, Usage
-from server.schemas.responses import ResponseObject, ResponsesRequest
+from server.schemas.response_objects import ResponseObject
+from server.schemas.responses import ResponsesRequest
 from server.sealing import Seal
 
 USAGE = Usage(7, 5, 12, PromptTokensDetails(4))

@@ -15,7 +15,7 @@ from server.parsing.parser import ArgumentsPart, Part, TextPart, ToolCallPart
 from server.responses.rendering import EventWriter, ResponseOutput
 from server.responses.tools import ToolTable
 from server.schemas.chat import ChatCompletionRequest, FunctionTool, ToolUse
-from server.schemas.responses import CustomCallItem, FunctionCallItem, MessageItem, OutputItem
+from server.schemas.response_objects import CustomCallItem, FunctionCallItem, MessageItem, OutputItem
 from tests.e2e.agent_requests import CODEX_TOOLS, PATCH_GRAMMAR
 from tests.unit.answers.grammars import ByteVocabulary
 from tests.unit.responses_support import request_of

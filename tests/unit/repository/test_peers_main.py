@@ -30,22 +30,28 @@ class Peer(Contestant):
 Run = Callable[..., int]
 
 
+Measured = tuple[tuple[str, ...], range, int]
+
+
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, str, int]]:
-    """Round, contestant and number of workloads of each measurement."""
-    found: list[tuple[int, str, int]] = []
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Measured]:
+    """Contestants, rounds and number of workloads of each group that was measured together."""
+    found: list[Measured] = []
 
     def measure(
-        contestant: Contestant,
+        contestants: Sequence[Contestant],
         workloads: Sequence[Workload],
-        number: int,
+        rounds: range,
         root: Path,
+        read_rate: Callable[[], float],
         tell: Callable[[Measurement], None],
     ) -> None:
-        found.append((number, contestant.name, len(workloads)))
-        if contestant.name == "broken":
-            raise ServerError("it ended")
-        tell(Measurement(contestant.name, number, "one", 10.0))
+        found.append((tuple(each.name for each in contestants), rounds, len(workloads)))
+        for number in rounds:
+            for each in contestants:
+                if each.name == "broken":
+                    raise ServerError("broken: it ended")
+                tell(Measurement(each.name, number, "one", 10.0))
 
     peers = [
         Peer(name, "int8" if name == "eight-bits" else "bf16") for name in ("good", "broken", "missing", "eight-bits")
@@ -54,6 +60,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int,
     monkeypatch.setattr(program, "_contestants", lambda _: everyone)
     monkeypatch.setattr(program, "measure", measure)
     monkeypatch.setattr(program, "PEERS", tmp_path / "peers")
+    monkeypatch.setattr(program, "read_probe", lambda: lambda: 25.0)
     monkeypatch.setattr(program, "measure_machine", lambda number: ("A, avx2", []))
     return found
 
@@ -69,33 +76,34 @@ def run(tmp_path: Path) -> Run:
     return call
 
 
-def test_the_order_turns_round_by_round(run: Run, measured: list[tuple[int, str, int]]) -> None:
-    assert run("--peers", "good,eight-bits", "--rounds", "2") == 0
-    order = ["kaon", "kaon-int8", "good", "eight-bits"]
-    assert [name for _, name, _ in measured] == [*order, *reversed(order)]
+def test_each_peer_is_measured_together_with_the_kaon_of_its_precision(run: Run, measured: list[Measured]) -> None:
+    assert run("--peers", "good,eight-bits", "--rounds", "2", "--workloads", "one,many") == 0
+    assert measured == [(("kaon", "good"), range(2), 2), (("kaon-int8", "eight-bits"), range(2, 4), 2)]
 
 
-def test_a_peer_brings_the_kaon_of_its_precision(run: Run, measured: list[tuple[int, str, int]]) -> None:
-    run("--peers", "eight-bits", "--rounds", "1", "--workloads", "one,many")
-    assert measured == [(0, "kaon-int8", 2), (0, "eight-bits", 2)]
+def test_a_kaon_without_peers_is_measured_alone(run: Run, measured: list[Measured]) -> None:
+    run("--peers", "kaon-int8,good", "--rounds", "1")
+    assert [names for names, _, _ in measured] == [("kaon-int8",), ("kaon", "good")]
 
 
 def test_those_that_fail_are_reported_and_the_others_go_on(
-    run: Run, measured: list[tuple[int, str, int]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: Run, measured: list[Measured], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run("--peers", "broken,missing,good", "--rounds", "1") == 1
-    assert [name for _, name, _ in measured] == ["kaon", "good", "broken"]
+    assert [names for names, _, _ in measured] == [("kaon", "good"), ("kaon", "broken")]
     reported = capsys.readouterr().out
-    assert "broken: round 0: it ended" in reported
+    assert "broken: it ended" in reported
     assert "missing: there is none" in reported
-    assert "| 1 stream 128/128 | bf16 | good | 1.00 | 1.20 |" in (tmp_path / "page.md").read_text()
+    row = "| 1 stream 128/128 | bf16 | good | 1.00 | 1.00 to 1.00 | 1.20 |"
+    assert row in reported
+    assert row in (tmp_path / "page.md").read_text()
 
 
-def test_a_run_in_pieces_numbers_its_rounds_on(run: Run, measured: list[tuple[int, str, int]], tmp_path: Path) -> None:
+def test_a_run_in_pieces_numbers_its_rounds_on(run: Run, measured: list[Measured], tmp_path: Path) -> None:
     run("--peers", "good", "--rounds", "1", "--no-page")
     assert (tmp_path / "page.md").read_text() == "# Benchmarks\n"
     run("--peers", "good", "--rounds", "1", "--append")
-    assert [(number, name) for number, name, _ in measured] == [(0, "kaon"), (0, "good"), (1, "good"), (1, "kaon")]
+    assert [rounds for _, rounds, _ in measured] == [range(1), range(1, 2)]
     before = (tmp_path / "page.md").read_text()
     assert run("--rounds", "0", "--append") == 0
     assert (tmp_path / "page.md").read_text() == before

@@ -42,11 +42,11 @@ def text_of(results: Results, *contestants: Contestant, machine: str = "A, avx2"
     return section(machine, "A machine.", contestants, commands, results)
 
 
-def test_medians_are_over_rounds_and_ratios_against_the_best_peer(tmp_path: Path) -> None:
+def test_figures_are_medians_of_rounds_and_ratios_those_of_rounds_with_both(tmp_path: Path) -> None:
     results = results_of(
         tmp_path,
         *(Measurement("kaon", number, "eight", value) for number, value in enumerate((90.0, 100.0, 500.0))),
-        Measurement("peer", 0, "eight", 50.0),
+        *(Measurement("peer", number, "eight", value) for number, value in enumerate((50.0, 50.0, 50.0))),
         Measurement("other", 0, "eight", 40.0),
         Measurement("kaon", 0, "long", 1.5),
         Measurement("peer", 0, "long", 4.0),
@@ -54,9 +54,24 @@ def test_medians_are_over_rounds_and_ratios_against_the_best_peer(tmp_path: Path
     )
     text = text_of(results, KAON, PEER, OTHER)
     assert "| 8 streams 256/64, tok/s | 100 | 50.0 | 40.0 |" in text
-    assert "| 8 streams 256/64 | bf16 | Peer | 2.00 | 1.25 |" in text
-    assert "| TTFT of 2048 tokens | bf16 | Other | 2.00 | 1.25 |" in text
+    assert "| 8 streams 256/64 | bf16 | Peer | 2.00 | 1.80 to 10.00 | 1.25 |" in text
+    assert "| TTFT of 2048 tokens | bf16 | Other | 2.00 | 2.00 to 2.00 | 1.25 |" in text
     assert "| Peer | peer 1 | `A=one.so:two.so peer serve m` |" in text
+
+
+def test_steps_are_compared_within_a_round(tmp_path: Path) -> None:
+    """The second round is measured while the machine is half as fast; the peer has no third round."""
+    results = results_of(
+        tmp_path,
+        Measurement("kaon", 0, "one", 30.0, (0.010, 0.010, 0.050)),
+        Measurement("peer", 0, "one", 20.0, (0.012,)),
+        Measurement("kaon", 1, "one", 15.0, (0.020,)),
+        Measurement("peer", 1, "one", 10.0, (0.028,)),
+        Measurement("kaon", 2, "one", 15.0, (0.040,)),
+    )
+    text = text_of(results, KAON, PEER)
+    assert "| 1 stream 128/128 | bf16 | Peer | 1.50 | 1.50 to 1.50 | 1.20 |" in text
+    assert "| 1 stream 128/128, median step | bf16 | Peer | 1.30 | 1.20 to 1.40 | - |" in text
 
 
 @pytest.mark.parametrize(("precision", "target"), [("int8", "1.15"), ("int4", "1.40")])
@@ -68,7 +83,7 @@ def test_peers_are_compared_with_the_kaon_of_their_precision(tmp_path: Path, pre
         Measurement("quick", 0, "one", 20.0),
     )
     text = text_of(results, KAON, Fake(f"kaon-{precision}", precision), Fake("quick", precision))
-    assert f"| 1 stream 128/128 | {precision} | Quick | 1.50 | {target} |" in text
+    assert f"| 1 stream 128/128 | {precision} | Quick | 1.50 | 1.50 to 1.50 | {target} |" in text
     assert "| 1 stream 128/128 | bf16 |" not in text
 
 

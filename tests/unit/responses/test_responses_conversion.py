@@ -18,7 +18,7 @@ from server.responses.conversion import SUMMARY_INTRODUCTION, _starts, prepare, 
 from server.responses.store import Turn, stored_items
 from server.responses.tools import ToolTable
 from server.schemas.chat import AllowedToolsChoice, NamedFunction
-from server.schemas.responses import Item
+from server.schemas.response_objects import Item
 from server.sealing import Changed, Kind, Seal
 from tests.unit.responses_support import request_of
 

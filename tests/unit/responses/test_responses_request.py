@@ -137,6 +137,7 @@ def test_the_tools_that_agents_send_are_read() -> None:
         *({"text": {"verbosity": each}} for each in ("low", "medium", "high")),
         *({"service_tier": each} for each in ("auto", "default", "flex", "priority", "fast")),
         {"client_metadata": {"session_id": "x"}},
+        {"background_options": {"completion_window": "2h"}},
         {"include": ["reasoning.encrypted_content"], "store": False},
         {"prompt_cache_key": "x", "prompt_cache_retention": "24h", "safety_identifier": "x", "max_tool_calls": 3},
         {"stream": True, "stream_options": {"include_obfuscation": False}, "truncation": "auto"},

@@ -13,7 +13,7 @@ from server.errors import NotReady
 from server.limits.owners import ANYONE
 from server.responses.service import ResponsesService
 from server.responses.store import EventLog, ResponseNotFound, StoredResponse, StoreFull, Turn
-from server.schemas.responses import InputText, MessageItem
+from server.schemas.response_objects import InputText, MessageItem
 from tests.unit.responses_support import USAGE, renderer_of, types_of
 
 TURN = Turn(None, [MessageItem(id="msg_1", role="user", content=(InputText("Hi"),))])

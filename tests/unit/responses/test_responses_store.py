@@ -14,7 +14,7 @@ from server.responses.store import (
     StoreFull,
     Turn,
 )
-from server.schemas.responses import InputText, MessageItem
+from server.schemas.response_objects import InputText, MessageItem
 
 ME, YOU = Owner.of_key("me"), Owner.of_key("you")
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.anthropic.conversion import NO_DOCUMENT, NO_IMAGE, digest, to_chat, wants_cache
-from server.errors import BadRequest
+from server.errors import BadRequest, ThreadUnsupported
 from server.frontend import Frontend
 from server.ignored import collect
 from server.schemas.body import validate
 from server.schemas.chat import ChatCompletionRequest
-from server.schemas.messages import MessagesRequest
+from server.schemas.messages import CountTokensRequest, MessagesRequest
 from server.sealing import Kind, Seal
 from tests.unit.anthropic_bodies import BODIES
 
@@ -385,9 +385,31 @@ def test_hints_of_agents_are_accepted_whatever_they_hold() -> None:
         "anthropic_version": "vertex-2023-10-16",
         "betas": ["effort-2025-11-24"],
         "mcp_servers": [],
+        "thread": None,
+        "thinking": {"type": "adaptive", "display": "updates", "block_binding": {"on_failure": "drop"}},
     }
     assert ignored_of(**hints) == []
     assert ignored_of(container="c", fallbacks=[{}]) == ["container", "fallbacks"]
+
+
+def test_a_summary_made_at_anthropic_is_shown() -> None:
+    opaque = {"signature": "s", "encrypted_content": "e", "tool_changes": []}
+    assert shown(user({"type": "compaction", "content": "They met.", **opaque}), user("Go on.")) == [
+        ("user", "They met.\nGo on.")
+    ]
+
+
+def test_fields_of_billing_are_accepted_when_tokens_are_counted() -> None:
+    fields = ("billing_policy", "compaction", "user_profile_id", "workspace_id")
+    assert set(fields) <= CountTokensRequest.model_fields.keys()
+
+
+def test_a_stored_thread_is_refused_so_that_clients_send_the_whole_conversation() -> None:
+    with pytest.raises(ThreadUnsupported) as raised:
+        chat_of(user("Hi"), thread={"type": "create"})
+    error = json.loads(raised.value.anthropic_body("req_1"))["error"]
+    assert (error["type"], error["message"].partition(" ")[0]) == ("invalid_request_error", "thread")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 def test_where_anything_is_marked_to_be_cached() -> None:

@@ -157,6 +157,7 @@ def test_a_wrong_completion_field_is_named_with_its_value_and_limit(
         ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set messages"),
         ({"audio": {}}, "audio", "audio is not supported"),
+        ({"moderation": {"model": "m"}}, "moderation", "moderation is not supported"),
         ({"prompt": "Hi"}, "prompt", "prompt is not a known field"),
     ],
 )
@@ -228,6 +229,9 @@ def test_no_alternatives_need_no_log_probabilities() -> None:
 
 
 def test_what_clients_send_for_nothing_is_accepted() -> None:
+    part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    hinted = chat(messages=[{"role": "user", "content": [part]}], prompt_cache_options={"ttl": "30m"})
+    assert hinted.messages[0].text == "Hi"
     request = completion(stop=[], suffix="", user="", logit_bias={}, stream_options={}, bad_words=[], cache_salt="")
     assert sampling_params(request, 16, None, None, PROCESSOR) == SamplingParams(max_tokens=16)
 
@@ -450,11 +454,13 @@ def test_functions_are_tools_under_their_older_name() -> None:
             {"messages": [{"role": "user", "content": "x", "function_call": {"name": "f", "arguments": ""}}]},
             "messages[0] has function_call, which only the role assistant has, not user",
         ),
-        ({"functions": [{"name": "f"}, {"name": "f"}]}, "holds two functions named f"),
+        ({"functions": [{"name": "f"}, {"name": "f"}]}, "functions holds two functions named f"),
     ],
 )
 def test_functions_that_make_no_sense_are_refused(fields: dict[str, Any], sentence: str) -> None:
-    assert sentence in str(refusal(chat, **fields))
+    error = refusal(chat, **fields)
+    assert sentence in str(error)
+    assert error.param in ("function_call", "functions", "messages[0]")
 
 
 def test_a_note_takes_the_place_of_an_image_that_a_tool_read() -> None:
