@@ -316,17 +316,20 @@ class BatchStore:
                 "(max_file_bytes_total); delete files that are not needed, or try again later"
             )
 
-    def file(self, id: str, owner: str) -> FileObject:
-        """Return the metadata of a file. Raises `FileNotFound`, also for a file of another owner."""
+    def file(self, id: str, owner: str, param: str = "id") -> FileObject:
+        """Return the metadata of a file. Raises `FileNotFound`, also for a file of another owner; `param` is the name
+        of the field that holds `id`."""
         rows = self._query(f"SELECT * FROM files WHERE id = ? AND owner = ? AND {_LIVE}", id, owner, int(time.time()))
         if not rows:
-            raise FileNotFound(f"there is no file {id[:80]!r}: it never existed, or it was deleted or has expired")
+            raise FileNotFound(
+                f"there is no file {id[:80]!r}: it never existed, or it was deleted or has expired", param=param
+            )
         return _file(rows[0])
 
     def files(self, owner: str, purpose: str | None, after: str | None, limit: int, *, newest_first: bool) -> "Page":
         """Return a page of an owner's files. Raises `FileNotFound` if `after` does not exist."""
         if after is not None:
-            self.file(after, owner)
+            self.file(after, owner, "after")
         condition = f"owner = ? AND {_LIVE}"
         values: tuple[str | int, ...] = (owner, int(time.time()))
         if purpose is not None:

@@ -72,9 +72,12 @@ async def _upload(
     with disk_errors("the file cannot be kept while it arrives"):
         form = await read_form(http.headers, _counted(http, limit, reserve))
     try:
+        _check_fields(form, allow_unknown=Models.of(http.app).config.server_config.allow_unknown_fields)
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             raise BadRequest("file is missing; send it as a file of the form (curl: -F file=@NAME)", param="file")
+        if purpose is None:
+            raise BadRequest("purpose is missing; it must be batch (curl: -F purpose=batch)", param="purpose")
         if purpose != "batch":
             raise BadRequest(
                 f"purpose is {str(purpose)[:60]!r}; this server takes files for batch only", param="purpose"
@@ -95,6 +98,16 @@ async def read_form(headers: Headers, body: AsyncGenerator[bytes, None]) -> Form
     except (LookupError, ValueError) as error:
         # The parser raises these for an unknown charset, and for text that is invalid in its charset.
         raise BadRequest(f"the form cannot be read: {error}") from error
+
+
+def _check_fields(form: FormData, *, allow_unknown: bool) -> None:
+    known = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+    for name in form:
+        if name not in known and not allow_unknown:
+            name = name[:60]
+            raise BadRequest(
+                f"{name} is not a field of this form, which has {', '.join(known)}; leave it out", param=name
+            )
 
 
 def _store(runner: BatchRunner, upload: UploadFile, owner: str, seconds: int | None) -> FileObject:
@@ -207,7 +220,7 @@ async def create_batch(http: Request) -> Response:
     """Compute the requests in a file, at low priority."""
     runner, owner = runner_of(http), owner_of(http.scope)
     request = await read_request(http, BatchRequest, Models.of(http.app).config.server_config)
-    file = await asyncio.to_thread(runner.store.file, request.input_file_id, owner.key or "")
+    file = await asyncio.to_thread(runner.store.file, request.input_file_id, owner.key or "", "input_file_id")
     if file.purpose != "batch":
         raise BadRequest(f"input_file_id is {file.id}, which a batch wrote; upload the input", param="input_file_id")
     batch = new_batch(file.id, request.endpoint, DAY, request.metadata)

@@ -143,6 +143,32 @@ def test_what_cannot_be_is_a_sentence(
         call(client)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "sentence"),
+    [
+        ({"purpose": "batch", "expires_after": '{"anchor": "created_at"}'}, "expires_after", "expires_after[anchor]"),
+        ({"purpose": "batch", "colour": "red"}, "colour", "colour is not a field of this form"),
+        ({}, "purpose", "purpose is missing"),
+    ],
+)
+def test_a_form_has_no_other_fields(server: KaonServer, fields: dict[str, str], param: str, sentence: str) -> None:
+    with server.http() as http:
+        answer = http.post("/v1/files", files={"file": ("a.jsonl", b"{}")}, data=fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert sentence in answer.json()["error"]["message"]
+
+
+def test_an_unknown_file_names_the_field_that_holds_it(server: KaonServer) -> None:
+    with server.client() as client:
+        wrong = {"endpoint": "/v1/responses", "completion_window": "24h"}
+        with pytest.raises(openai.NotFoundError) as raised:
+            client.batches.create(input_file_id="file-1", **wrong)  # type: ignore[call-overload]
+        assert raised.value.param == "input_file_id"
+        with pytest.raises(openai.NotFoundError) as raised:
+            client.files.list(after="file-1")
+        assert raised.value.param == "after"
+
+
 def test_forms_that_cannot_be_read_are_refused(server: KaonServer) -> None:
     form = {"Content-Type": "multipart/form-data; boundary=x"}
     with server.http() as http:
