@@ -106,8 +106,12 @@ def _completion(arguments: list[str], command: str) -> int:
     from server.commands.quantize import quantize_parser
 
     shells = shtab.SUPPORTED_SHELLS
+    usage = f"usage: kaon completion {{{','.join(shells)}}}"
+    if arguments in (["--help"], ["-h"]):
+        sys.stdout.write(usage + "\n")
+        return _OK
     if len(arguments) != 1 or arguments[0] not in shells:
-        return _complain(f"usage: kaon completion {{{','.join(shells)}}}", _BAD_USAGE)
+        return _complain(usage, _BAD_USAGE)
     parser = argparse.ArgumentParser("kaon")
     commands = parser.add_subparsers()
     parsers = {"serve": serve_parser(), "chat": chat_parser(), "quantize": quantize_parser()}

@@ -272,7 +272,7 @@ def _pieces(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _lost(client: httpx.Client, error: Exception) -> ChatError:
-    reason = str(error).rstrip(".") or type(error).__name__
+    reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)).rstrip(".") or type(error).__name__
     return ChatError(f"the server at {client.base_url} cannot be reached: {reason}; check the URL, or run kaon serve")
 
 

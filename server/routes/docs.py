@@ -37,7 +37,7 @@ dd {{ margin: 0; opacity: 0.75; }}
 <p>This is an OpenAI-compatible LLM inference server. Clients use this address with <code>/v1</code> after it as their
 base URL.</p>
 <dl>
-<dt><a href="{root}/docs">/docs</a><dd>the API, with examples for curl
+<dt><a href="{root}/docs">/docs</a><dd>every request, with an example and its fields
 <dt><a href="{root}/v1/models">/v1/models</a><dd>the models that are served
 <dt><a href="{root}/readyz">/readyz</a><dd>whether requests are served now
 <dt><a href="{root}/metrics">/metrics</a><dd>Prometheus metrics

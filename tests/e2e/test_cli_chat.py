@@ -191,6 +191,7 @@ def test_a_server_that_is_not_there_is_one_sentence_and_exit_code_1() -> None:
         done = piped(url, "hello")
     assert done.returncode == 1
     assert done.stderr.startswith(f"kaon chat: the server at {url} cannot be reached: ")
+    assert "Errno" not in done.stderr
     assert done.stderr.count("\n") == 1
 
 

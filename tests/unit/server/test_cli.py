@@ -253,3 +253,8 @@ def test_other_shells_are_refused(arguments: list[str], capsys: pytest.CaptureFi
 def test_what_starts_the_core_loads_no_web_framework_and_no_templates_before() -> None:
     modules = imported_by("import server.process")
     assert not modules & (HEAVY - {"zmq"} | {"jinja2", "prometheus_client", "tokenizers"})
+
+
+def test_completion_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: kaon completion {bash,zsh,")
