@@ -193,9 +193,10 @@ class BatchStore:
         try:
             self._open()
         except sqlite3.Error as error:
+            is_full = getattr(error, "sqlite_errorcode", None) in _FULL_DATABASE
+            remedy = "free some of its disk" if is_full else "restore it, or move it and the folder files away"
             raise OSError(
-                f"data_dir is {self._folder}, whose batches.sqlite cannot be opened: {error}; restore it, or move it "
-                "and the folder files away"
+                f"data_dir is {self._folder}, whose batches.sqlite cannot be opened: {error}; {remedy}"
             ) from error
 
     def close(self) -> None:

@@ -346,6 +346,17 @@ def test_an_empty_data_dir_belongs_to_the_first_server_that_is_given_it(tmp_path
     open_store(config).close()
 
 
+def test_a_data_dir_on_a_full_disk_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(store: BatchStore) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    monkeypatch.setattr(BatchStore, "_open", opened)
+    with pytest.raises(OSError, match=r"cannot be opened: database or disk is full; free some of its disk$"):
+        open_store(ServerConfig(data_dir=str(tmp_path)))
+
+
 def test_a_data_dir_that_cannot_be_opened_is_refused_with_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "batches.sqlite").write_text("not a database" * 1000)
     with pytest.raises(
