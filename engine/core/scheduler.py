@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from engine.batch import UNREAD_DRAFT, AppendedBlocks, DecodeRows, ScheduledBatch, ScheduledBatchOutput, StepBuilder
 from engine.core.step_budget import StepBudget, StepLimits
-from engine.core.waiting_queue import FairShares, Holdings, WaitingQueue
+from engine.core.waiting_queue import CREDIT_TOKENS, Holdings, WaitingQueue
+from engine.fair_shares import FairShares
 from engine.messages import RequestOutput, SchedulerStats, terminal_output
 from engine.sequence import Sequence, SequenceStatus, SequenceType
 from engine.speculative.drafts import Drafts
@@ -126,7 +127,7 @@ class Scheduler:
         self._rope = rope
         self._has_rope_limits = rope is not None and not rope.grows
         self.splits_prompts = splits_prompts
-        self._shares = FairShares()
+        self._shares = FairShares(CREDIT_TOKENS)
         self.waiting = WaitingQueue(getattr(config, "priority_aging_seconds", DEFAULT_AGING_SECONDS), self._shares)
         self.running: deque[Sequence] = deque()
         self.prev_time = 0.0
@@ -282,7 +283,7 @@ class Scheduler:
         may_admit = self._passed_delay(now)
         if self.step_budget is not None:
             self.step_budget.begin_step(self._owners(), now)
-            self._shares.begin_step(now)
+            self._shares.set_time(now)
         if self.mixed or self.step_budget is not None:
             if self._schedule_decodes(step):
                 self._schedule_prefills(step, may_admit, blocked)

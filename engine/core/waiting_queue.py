@@ -1,205 +1,28 @@
-"""`WaitingQueue`: the sequences that wait to be scheduled, by owner. `FairShares`: which owner is served next.
-`Holdings`: which owner holds more slots or blocks than its share.
+"""`WaitingQueue`: the sequences that wait to be scheduled, by owner. `Holdings`: which owner holds more than its share
+of slots or blocks.
 
-Owners share the engine by tokens: the owner with the least service is next (virtual-time fair queueing: P. Goyal et
-al., "Start-time Fair Queueing", 1996). With a single owner, the order depends on priority and arrival time alone.
+Owners share the engine by tokens (`engine.fair_shares`). With a single owner, the order depends on priority and
+arrival time alone.
 """
 
 import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Reversible, Set
+from collections.abc import Callable, Collection, Iterator, KeysView, Reversible
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from engine.fair_shares import FairShares
 from engine.sequence import Sequence
 
 MAX_PRIORITY = 100
 """Priorities are limited to this, positive and negative, so that no request can be served first for ever."""
 
-_OWNERS_KEPT = 64
-"""Number of recorded owners beyond which obsolete ones are removed."""
-_CREDIT = 4096.0
+CREDIT_TOKENS = 4096.0
 """Most unused tokens of its share that an owner may use later, with precedence over others."""
 _LATEST_OWNERS = 64
 """Most owners that are compared to find the one with the least recent service."""
-_MOST_OWNERS = 4096
-"""Most recorded owners without a sequence."""
-_NEW_OWNERS = 16
-"""Number of new owners up to which each of them has the weight of a known one."""
-_NEW_SERVICE = 0.25
-"""Recent service of new owners, relative to the mean, in addition to their own."""
-_RECENT_SECONDS = 5.0
-"""Recent service is the service of the last one to two periods of this length."""
-
-
-class FairShares:
-    """Tokens computed for each owner, divided by its weight: the owner with the fewest is served next.
-
-    An owner that begins to wait starts at most `_CREDIT` tokens before the owner served last. It may so use that much
-    of its recent unused share at once: an occasional prompt is computed without turns of others between its chunks.
-    But no owner can accumulate turns without bound.
-
-    A client with many addresses has as many owners, each of which would start with that credit. So new owners together
-    weigh at most as much as `_NEW_OWNERS` or as the known ones that were served recently, and known owners with little
-    recent service precede them. An owner is new until the end of the second period in which it was served.
-    """
-
-    def __init__(self) -> None:
-        self._served: dict[str, float] = {}
-        self._now = 0.0
-        """Virtual time: the largest service of an owner at the start of its turn so far."""
-        self._furthest = 0.0
-        """Largest service that any owner reached by its turns."""
-        self._most_kept = _OWNERS_KEPT
-        self._recent: dict[str, float] = {}
-        """Service of each owner in the current period."""
-        self._before: dict[str, float] = {}
-        """Service of each owner in the previous period."""
-        self._period_ends = 0.0
-        self._new: set[str] = set()
-        """Owners that began to wait in the current period, without a record."""
-        self._new_before: set[str] = set()
-        """New owners that began to wait earlier."""
-        self._served_once: set[str] = set()
-        """New owners that were served in an earlier period."""
-        self._new_served = 0.0
-        """Least virtual time of new owners."""
-        self._num_new = self._num_known = 0
-        """Numbers of new and of other owners with recent service."""
-        self.num_changes = 0
-        """Number of times at which owners stopped being new."""
-
-    def __len__(self) -> int:
-        return len(self._served)
-
-    def served(self, owner: str) -> float:
-        """Return an owner's virtual time: its tokens over its weight, but at least that at which its credit ends."""
-        at = self._served.get(owner)
-        if at is None:
-            at = self._new_served
-        elif self.is_new(owner):
-            at = max(at, self._new_served)
-        return max(at, self._now - _CREDIT)
-
-    def recorded(self, owner: str) -> float:
-        """Return the virtual time of an owner that waits, without the bound that all new owners, or all others, share.
-
-        In either group, owners are in the order of `served` if they are in that of `recorded`.
-        """
-        return self._served[owner]
-
-    def is_new(self, owner: str) -> bool:
-        """Return whether an owner is new. It remains so at least until `num_changes` grows."""
-        return owner in self._new or owner in self._new_before or owner not in self._served
-
-    def join(self, owner: str) -> None:
-        """Note that an owner begins to wait."""
-        if owner not in self._served:
-            self._new.add(owner)
-        self._served[owner] = self.served(owner)
-
-    def forgo(self, owner: str) -> None:
-        """Note that an owner is skipped because it holds its share, so that it accumulates no turns meanwhile."""
-        self._served[owner] = max(self.served(owner), self._now)
-
-    def serve(self, owner: str, cost: float) -> None:
-        """Record an owner's turn. `cost` is its number of tokens divided by its weight."""
-        at = self.served(owner)
-        self._note(owner, cost)
-        self._now = max(self._now, at)
-        self._served[owner] = at + cost
-        self._furthest = max(self._furthest, at + cost)
-
-    def catch_up(self) -> None:
-        """Note that no owner waits for a turn: all owners that begin to wait later are equal."""
-        self._now = max(self._now, self._furthest)
-        self._new_served = min(self._new_served, self._now)
-
-    def charge(self, owner: str, cost: float) -> None:
-        """Add `cost`, tokens divided by the owner's weight, that a step computes for it without a turn."""
-        self._served[owner] = self.served(owner) + cost
-        self._note(owner, cost)
-
-    def begin_step(self, now: float) -> None:
-        """Set the time in seconds, on any monotonic clock."""
-        if now >= self._period_ends:
-            new = self._new_before & self._served.keys()
-            served = (new | self._new) & self._recent.keys()
-            known = served & self._served_once
-            for owner in known:
-                self._served[owner] = self.served(owner)
-            self.num_changes += bool(known)
-            self._new_before, self._new = (self._new | new) - known, set()
-            self._served_once = (self._served_once | served) & self._new_before
-            self._before, self._recent = self._recent, {}
-            self._num_known = len((self._before.keys() & self._served.keys()) - self._new_before)
-            self._num_new = len(self._before) - self._num_known
-            self._period_ends = now + _RECENT_SECONDS
-
-    def lightest(self, owners: Iterable[str]) -> str | None:
-        """Return the owner among `owners` with the least recent service; None if there are none."""
-        recent, before = self._recent, self._before
-        of_new = _NEW_SERVICE * self._mean
-
-        def service(owner: str) -> float:
-            own = recent.get(owner, 0.0) + before.get(owner, 0.0)
-            return own + of_new if self.is_new(owner) else own
-
-        return min(owners, key=service, default=None)
-
-    def recent(self, owner: str) -> float:
-        """Return the recent service of an owner, relative to the mean of all owners. Thread-safe."""
-        if not (mean := self._mean):
-            return 0.0
-        own = (self._recent.get(owner, 0.0) + self._before.get(owner, 0.0)) / mean
-        return own + _NEW_SERVICE if self._num_known and self.is_new(owner) else own
-
-    @property
-    def _mean(self) -> float:
-        """Mean recent service of all owners, of which new ones count by their weight."""
-        number = self._num_known + min(self._num_new, self._weight_of_new)
-        # These calls run no Python code between two entries, so another thread cannot add an entry meanwhile.
-        return (sum(self._recent.values()) + sum(self._before.values())) / number if number else 0.0
-
-    @property
-    def _weight_of_new(self) -> int:
-        """The most weight of all new owners together."""
-        return max(self._num_known, _NEW_OWNERS)
-
-    def _note(self, owner: str, cost: float) -> None:
-        """Add to the recent service of an owner."""
-        is_new, is_first = self.is_new(owner), owner not in self._recent and owner not in self._before
-        self._num_new += is_first and is_new
-        self._num_known += is_first and not is_new
-        if is_new:
-            self._new_served = max(self._new_served, self._now - _CREDIT) + cost / self._weight_of_new
-        self._recent[owner] = self._recent.get(owner, 0.0) + cost
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether `forget_all_but` should be called."""
-        return len(self._served) > self._most_kept
-
-    def forget_all_but(self, live: Set[str]) -> None:
-        """Remove the owners that have no sequence and no service that would matter if they returned."""
-        known = (self._recent.keys() | self._before.keys()) - self._new - self._new_before
-        kept = {owner: at for owner, at in self._served.items() if owner in live or owner in known or at > self._now}
-        if len(kept) > len(live) + _MOST_OWNERS:
-            kept = {owner: at for owner, at in kept.items() if owner in live}
-        self._served = kept
-        self._most_kept = _OWNERS_KEPT + 2 * len(self._served)
-
-    def reset(self) -> None:
-        """Remove all owners, because nothing is left to compute."""
-        self._served.clear()
-        self._recent, self._before = {}, {}
-        self._new, self._new_before, self._served_once = set(), set(), set()
-        self._new_served = 0.0
-        self._num_new = self._num_known = 0
-        self._now = self._furthest = 0.0
-        self._most_kept = _OWNERS_KEPT
 
 
 class _OwnerQueue:
@@ -259,7 +82,7 @@ class WaitingQueue:
 
     def __init__(self, aging_seconds: float, shares: FairShares | None = None) -> None:
         self._aging_seconds = aging_seconds
-        self.shares = FairShares() if shares is None else shares
+        self.shares = FairShares(CREDIT_TOKENS) if shares is None else shares
         self._queues: dict[str, _OwnerQueue] = {}
         self._orders: tuple[_Order, _Order] = [], []
         """Heaps of the queues of known and of new owners, ordered by the owner's recorded service when the queue was

@@ -10,13 +10,14 @@ import logging
 import math
 import os
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any, NamedTuple, TypeVar
 
+from engine.fair_shares import FairShares
 from server.errors import Overloaded
 from server.limits.accounts import Accounts, has_room
 from server.limits.owners import Owner
@@ -34,11 +35,8 @@ _MEAN_WEIGHT = 0.1
 _LEAST_WAITING = 2
 """Number of waiting jobs that an owner may always have, even if other owners fill the queue."""
 
-_NEW_OWNERS = 16
-"""Number of owners that new ones together weigh at most: the first job of an owner advances the pool's virtual time,
-at which new owners start, by this part of its time. Otherwise jobs from ever new addresses would precede all others.
-Later jobs do not: with more busy owners than this, the pool's time would run ahead of theirs, and a new owner would
-wait for as long as they have been busy."""
+_CREDIT_SECONDS = 1.0
+"""Most unused time of its share that an owner may use later, with precedence over others."""
 
 _LONGEST_REST_SECONDS = 0.1
 
@@ -48,8 +46,6 @@ MANY_OBJECTS = 512
 _LONGEST_SLOT_SECONDS = 5.0
 """Time after which a slot is freed although its request still waits, for a model to load or for costly grammars: other
 requests with many objects must not wait for these."""
-
-_MAX_DEBTS = 4096
 
 
 class TooManyJobs(Overloaded):
@@ -77,16 +73,11 @@ async def until_done(work: asyncio.Future[Result]) -> Result:
 class _OwnerQueue:
     """The waiting and running jobs of one owner in a pool."""
 
-    __slots__ = ("is_new", "running", "seconds", "waiting")
+    __slots__ = ("running", "waiting")
 
-    def __init__(self, seconds: float, *, is_new: bool) -> None:
+    def __init__(self) -> None:
         self.waiting: deque[asyncio.Future[None]] = deque()
         self.running = 0
-        self.is_new = is_new
-        """Whether none of its jobs has ended, and the owner had no debt when it was created."""
-        self.seconds = seconds
-        """Virtual time: seconds that its jobs have taken, divided by its weight. A new queue starts at the virtual
-        time of the owner served last, so that idle time earns no credit."""
 
 
 class FairPool:
@@ -111,11 +102,9 @@ class FairPool:
         self._accounts = accounts
         self._queues: dict[str, _OwnerQueue] = {}
         """Queues by party, of the owners whose jobs wait or run."""
-        self._debts: OrderedDict[str, float] = OrderedDict()
-        """`_OwnerQueue.seconds` by party, of owners without jobs whose virtual time is later than the pool's."""
+        self._shares = FairShares(_CREDIT_SECONDS)
+        """The seconds that the jobs of each party have taken."""
         self._num_waiting = 0
-        self._seconds = 0.0
-        """Virtual time of the pool: at least `_OwnerQueue.seconds` of the owner served last, when it was served."""
         self._mean_seconds = 0.1
 
     @property
@@ -130,9 +119,9 @@ class FairPool:
         end; a cancelled caller waits for that if `stays`.
         """
         queue = await self._take_turn(owner)
-        began, is_first = time.monotonic(), queue.is_new
+        began = time.monotonic()
         running = asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, work)
-        running.add_done_callback(lambda done: self._end(owner, queue, time.monotonic() - began, done, is_first))
+        running.add_done_callback(lambda done: self._end(owner, queue, time.monotonic() - began, done))
         return await (until_done(running) if stays else asyncio.shield(running))
 
     @asynccontextmanager
@@ -140,14 +129,14 @@ class FairPool:
         """Hold the slot of a thread during the block, which runs in the caller's task, for at most
         `_LONGEST_SLOT_SECONDS`. Yields a function that frees it earlier. Raises `TooManyJobs`."""
         queue = await self._take_turn(owner)
-        began, is_first, is_held = time.monotonic(), queue.is_new, True
+        began, is_held = time.monotonic(), True
 
         def free() -> None:
             nonlocal is_held
             if is_held:
                 is_held = False
                 limit.cancel()
-                self._end(owner, queue, time.monotonic() - began, is_first=is_first)
+                self._end(owner, queue, time.monotonic() - began)
 
         limit = asyncio.get_running_loop().call_later(_LONGEST_SLOT_SECONDS, free)
         try:
@@ -194,28 +183,29 @@ class FairPool:
                 min(max(seconds, _SOONEST_RETRY_SECONDS), _LONGEST_RETRY_SECONDS),
             )
         if queue is None:
-            debt = self._debts.pop(party, 0.0)
-            queue = _OwnerQueue(max(debt, self._seconds), is_new=debt <= self._seconds)
-            self._queues[party] = queue
+            self._shares.join(party)
+            queue = self._queues[party] = _OwnerQueue()
         return queue
 
     def _start_next(self) -> None:
-        """Start jobs in the free threads, of the owners with the earliest virtual time first."""
+        """Start jobs in the free threads, of the owners whose jobs took the least time first."""
+        self._shares.set_time(time.monotonic())
         while self._num_free:
-            queue = min(
-                (each for each in self._queues.values() if each.waiting and each.running < self._max_running),
-                key=lambda each: each.seconds,
+            party = min(
+                (each for each, of in self._queues.items() if of.waiting and of.running < self._max_running),
+                key=self._shares.served,
                 default=None,
             )
-            if queue is None:
+            if party is None:
                 return
+            queue = self._queues[party]
             turn = queue.waiting.popleft()
             self._num_waiting -= 1
             if turn.cancelled():
                 continue  # Its caller was cancelled, and has not run yet.
             self._num_free -= 1
             queue.running += 1
-            self._seconds = max(self._seconds, queue.seconds)
+            self._shares.serve(party, 0.0)
             turn.set_result(None)
 
     def _end(
@@ -224,17 +214,13 @@ class FairPool:
         queue: _OwnerQueue,
         seconds: float,
         done: asyncio.Future[Any] | None = None,
-        is_first: bool = False,
     ) -> None:
-        """Note that a job that had a thread has ended. `is_first`: whether it began while the owner was new."""
+        """Note that a job that had a thread has ended."""
         if done is not None and not done.cancelled():
             done.exception()  # Mark the error as retrieved: a cancelled caller does not retrieve it.
             self._mean_seconds += _MEAN_WEIGHT * (seconds - self._mean_seconds)
         queue.running -= 1
-        queue.seconds += seconds / owner.weight
-        if is_first:
-            queue.is_new = False
-            self._seconds += seconds / owner.weight / _NEW_OWNERS
+        self._shares.charge(owner.party, seconds / owner.weight)
         if rest := min(self._rest * seconds, _LONGEST_REST_SECONDS):
             asyncio.get_running_loop().call_later(rest, self._free_thread)
         else:
@@ -253,10 +239,8 @@ class FairPool:
         if queue.waiting or queue.running or self._queues.get(party) is not queue:
             return
         del self._queues[party]
-        if queue.seconds > self._seconds:
-            self._debts[party] = queue.seconds
-            if len(self._debts) > _MAX_DEBTS:
-                self._debts.popitem(last=False)
+        if self._shares.is_crowded:
+            self._shares.forget_all_but(self._queues.keys())
 
 
 class OwnerJobs(NamedTuple):

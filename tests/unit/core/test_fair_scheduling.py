@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.core.waiting_queue import FairShares, WaitingQueue
+from engine.core.waiting_queue import CREDIT_TOKENS, WaitingQueue
+from engine.fair_shares import FairShares
 from engine.sequence import Sequence, SequenceStatus
 from tests.simulated_engine import SimulatedEngine, device
 
@@ -265,7 +266,7 @@ class TestPreemption:
 
 class TestShares:
     def test_an_owner_that_was_away_saves_up_one_prompt_and_not_more(self) -> None:
-        shares = FairShares()
+        shares = FairShares(CREDIT_TOKENS)
         for owner in ("a", "b"):
             shares.join(owner)
         for _ in range(100):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.waiting_queue import MAX_PRIORITY, FairShares, WaitingQueue
+from engine.core.waiting_queue import CREDIT_TOKENS, MAX_PRIORITY, WaitingQueue
+from engine.fair_shares import FairShares
 from engine.sequence import Sequence
 
 
@@ -88,7 +89,7 @@ def test_dropped_sequences_leave_the_others_in_order() -> None:
 
 
 def test_owner_that_is_passed_over_because_it_holds_its_share_saves_up_no_turns() -> None:
-    shares = FairShares()
+    shares = FairShares(CREDIT_TOKENS)
     for owner in ("held", "served"):
         shares.join(owner)
     for _ in range(6):
@@ -99,7 +100,7 @@ def test_owner_that_is_passed_over_because_it_holds_its_share_saves_up_no_turns(
 
 
 def test_owner_that_could_not_have_its_turns_has_no_more_credit_than_one_that_begins_to_wait() -> None:
-    shares = FairShares()
+    shares = FairShares(CREDIT_TOKENS)
     shares.join("stuck")
     for _ in range(100):
         shares.serve("served", 1000)
@@ -108,11 +109,11 @@ def test_owner_that_could_not_have_its_turns_has_no_more_credit_than_one_that_be
 
 def established(owners: list[str]) -> FairShares:
     """Shares of owners that were served equally for a while."""
-    shares = FairShares()
+    shares = FairShares(CREDIT_TOKENS)
     for owner in owners:
         shares.join(owner)
     for second in range(12):
-        shares.begin_step(float(second))
+        shares.set_time(float(second))
         for owner in owners:
             shares.serve(owner, 100)
     return shares
@@ -134,7 +135,7 @@ def test_a_stream_of_new_owners_leaves_known_ones_their_turns(
     new = deque[str]()
     taken = dict.fromkeys((*known, "new"), 0)
     for turn in range(1200):
-        shares.begin_step(12 + 0.01 * turn)
+        shares.set_time(12 + 0.01 * turn)
         for number in range(per_turn):
             shares.join(f"new {turn} {number}")
             new.append(f"new {turn} {number}")
@@ -168,10 +169,10 @@ def test_a_known_owner_with_little_service_precedes_new_ones_however_many_came()
 
 
 def test_owners_that_begin_together_are_equal_from_the_start() -> None:
-    shares = FairShares()
+    shares = FairShares(CREDIT_TOKENS)
     for number in range(10):
         shares.join(f"owner {number}")
-        shares.begin_step(0.01 * number)
+        shares.set_time(0.01 * number)
         shares.serve(f"owner {number}", 500)
     assert {shares.recent(f"owner {number}") for number in range(10)} == {1.0}
     assert shares.recent("another") == 0.0
@@ -185,7 +186,7 @@ def test_the_owner_with_the_least_service_is_next_whether_new_or_known(events: l
     queue, now = WaitingQueue(1.0, shares), 12.0
     for event in events:
         now += 0.4
-        shares.begin_step(now)
+        shares.set_time(now)
         waiting = Sequence([1], 16)
         waiting.owner = f"owner {event}"
         queue.append(waiting)
@@ -205,9 +206,9 @@ def test_an_owner_that_becomes_known_while_it_waits_precedes_new_ones() -> None:
         waiting.owner = owner
         queue.append(waiting)
     for now in (0.0, 5.0):
-        queue.shares.begin_step(now)
+        queue.shares.set_time(now)
         queue.shares.serve("client", 100)
-    queue.shares.begin_step(10.0)
+    queue.shares.set_time(10.0)
     queue.shares.serve("new 0", 5000)
     assert queue.next_owner() == "client"
 
