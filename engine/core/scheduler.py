@@ -725,6 +725,9 @@ class Scheduler:
                         output.finished = True
                         finished.append(seq)
                         break
+            if matcher is not None and self.step_budget is not None:
+                cost, matcher.uncharged_seconds = self.step_budget.num_tokens(matcher.uncharged_seconds), 0.0
+                self._shares.charge(seq.owner, cost / seq.weight)
             if not accepted:
                 continue
             if seq.first_token_time == 0.0:

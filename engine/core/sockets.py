@@ -6,8 +6,10 @@
 
 import functools
 import logging
+import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -16,6 +18,7 @@ import msgspec
 import zmq
 
 from engine.distributed.message_stream import MessageWriter
+from engine.fair_shares import FairShares
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -32,6 +35,7 @@ from engine.messages import (
 )
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.text.sandbox import NICENESS
 from engine.text.structured.matcher import Matchers
 from engine.text.structured.spec import InvalidGrammar
 
@@ -234,13 +238,19 @@ def _request_id(frame: bytes) -> int | None:
     return request_id if isinstance(request_id, int) else None
 
 
+_CREDIT_SECONDS = 0.1
+"""Most unused time of its share that an owner of grammars may use later, with precedence over others."""
+
 _STACK_BYTES = 64 * 2**20
 """Stack size of the compiling thread, far more than in the front end's checking process, so that a grammar that passed
 there cannot overflow the stack here."""
 
 
 class GrammarQueue:
-    """Compiles the grammars of sequences before these are queued. Owned by the input thread."""
+    """Compiles the grammars of sequences before these are queued. Owned by the input thread.
+
+    One grammar is compiled at a time, next of the owner whose grammars took the least time.
+    """
 
     def __init__(
         self,
@@ -253,9 +263,11 @@ class GrammarQueue:
         self._matchers = matchers
         self._admit = admit
         self._refuse = refuse
-        self._jobs: SimpleQueue[Sequence] = SimpleQueue()
         self._pending: dict[int, Sequence] = {}
-        self._lock = threading.Lock()
+        """Sequences that are not admitted yet, by id, in the order of arrival."""
+        self._shares = FairShares(_CREDIT_SECONDS)
+        """Seconds for which each owner's grammars were compiled."""
+        self._changed = threading.Condition()
         previous = threading.stack_size(_STACK_BYTES)
         try:
             threading.Thread(target=self._work, name="grammars", daemon=True).start()
@@ -273,24 +285,38 @@ class GrammarQueue:
             else:
                 self._refuse(seq, refusal, False)
             return
-        with self._lock:
+        with self._changed:
+            self._shares.join(seq.owner)
             self._pending[seq.id] = seq
-        self._jobs.put(seq)
+            self._changed.notify()
 
     def cancel(self, seq_ids: Collection[int]) -> list[int]:
         """Drop those of the given sequences that are not admitted yet. Returns their ids."""
-        with self._lock:
+        with self._changed:
             return [seq_id for seq_id in seq_ids if self._pending.pop(seq_id, None) is not None]
 
+    def _next(self) -> Sequence:
+        """Wait for a sequence, and return the first one of the owner to serve next."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending)
+            self._shares.set_time(time.monotonic())
+            if self._shares.is_crowded:
+                self._shares.forget_all_but({seq.owner for seq in self._pending.values()})
+            # `min` returns the first of equals, which is the owner's oldest.
+            seq = min(self._pending.values(), key=lambda seq: self._shares.served(seq.owner))
+            self._shares.serve(seq.owner, 0.0)
+            return seq
+
     def _work(self) -> None:
+        os.nice(NICENESS)  # On Linux, of this thread alone.
         self._matchers.load()
         while True:
-            seq = self._jobs.get()
-            if seq.id not in self._pending:
-                continue
+            seq = self._next()
+            began = time.thread_time()
             refusal = self._prepare(seq)
             # Under the lock, so that an abort finds the sequence either here or in the input queue.
-            with self._lock:
+            with self._changed:
+                self._shares.charge(seq.owner, (time.thread_time() - began) / seq.weight)
                 if self._pending.pop(seq.id, None) is None:
                     continue
                 if refusal is None:

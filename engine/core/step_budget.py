@@ -256,6 +256,11 @@ class StepBudget:
             return min(count, max(fitting, _CHUNK_MULTIPLE))
         return fitting if fitting >= _LEAST_CHUNK else 0
 
+    def num_tokens(self, seconds: float) -> float:
+        """Return the number of prompt tokens that take this time, to charge an owner for other work."""
+        token = self._model.prompt_seconds(0, 1)
+        return seconds / token if token > 0.0 else 0.0
+
     def take_turns(self, rows: DecodeRows, lengths: list[int], tokens_per_row: float) -> tuple[DecodeRows, list[int]]:
         """Select the decodes of several owners that fit the bound. The rows of each owner take turns."""
         seqs = rows.seqs

@@ -144,11 +144,8 @@ def checked(check: Check, tokenizer: LLTokenizer, vocabulary: Vocabulary) -> Ver
     if named := _named_ids(lark, vocabulary.size) - vocabulary.special.keys():
         special = vocabulary.special | {token_id: f"<|token {token_id}|>" for token_id in named}
         tokenizer = _tokenizer(Vocabulary(vocabulary.size, special))
-    text = without_forcing(lark)
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, tokenizer, limits=PARSER_LIMITS)
-    if is_error:
-        return Verdict(error=reason_in_words(messages[0]))
-    trouble = _walk(LLMatcher(tokenizer, text, log_level=0, limits=PARSER_LIMITS))
+    matcher = LLMatcher(tokenizer, without_forcing(lark), log_level=0, limits=PARSER_LIMITS)
+    trouble = reason_in_words(matcher.get_error()) if matcher.is_error() else _walk(matcher)
     return Verdict(error=trouble) if trouble else Verdict(lark)
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -30,6 +31,7 @@ the limit, no matcher of that compilation can continue."""
 
 _MOST_BYTES = 2 * 2**30
 """Bytes that the grammars of running sequences may add before the sequences with the costliest ones are ended."""
+_FEW_CPUS = 2
 _CHECKED_STEPS = 16
 """Number of steps with masks between two measurements of the memory, each of which takes 0.15 ms."""
 _LEAST_COST, _ENDED_SHARE = 0.25, 0.5
@@ -55,7 +57,7 @@ class Matcher:
     """The state of one sequence in its grammar. The scheduler advances it; between steps, masks are computed from
     it."""
 
-    __slots__ = ("_matcher", "eos_token_ids", "error", "grammar", "is_too_costly", "num_words")
+    __slots__ = ("_matcher", "eos_token_ids", "error", "grammar", "is_too_costly", "num_words", "uncharged_seconds")
 
     def __init__(self, matcher: "LLMatcher", eos_token_ids: Sequence[int], num_words: int, grammar: Compiled) -> None:
         self._matcher = matcher
@@ -66,6 +68,8 @@ class Matcher:
         """Length of a mask, in words of 32 tokens."""
         self.error: str | None = None
         """Error because of which the sequence cannot continue; None without an error."""
+        self.uncharged_seconds = 0.0
+        """Seconds of compiling and of masks for which the scheduler has not charged the sequence's owner yet."""
 
     @property
     def native(self) -> "LLMatcher":
@@ -127,13 +131,18 @@ class Matcher:
                 mask[:] = rest
         return True
 
+    def note_cost(self, seconds: float) -> None:
+        """Count the time of a mask."""
+        self.grammar.seconds += seconds
+        self.uncharged_seconds += seconds
+
     def _note_error(self) -> None:
         self.grammar.seconds = math.inf
         self.error = f"the grammar of this request cannot be followed: {reason_in_words(self._matcher.get_error())}"
 
 
 class MaskComputer:
-    """Computes the masks of several matchers in parallel on several cores.
+    """Computes the masks of several matchers, on machines with more than two CPUs in parallel.
 
     With a large vocabulary, the first mask of a state takes up to a few milliseconds.
     """
@@ -143,28 +152,39 @@ class MaskComputer:
         them."""
         self._executor: LLExecutor | None = None
         self._num_bytes = num_bytes or _native_bytes()
-        self._bytes_before = 0
+        self._bytes_before: int | None = None
         """Bytes when the first masks were computed, when the model and its cache have been allocated."""
         self._steps = 0
 
     def __call__(self, matchers: Sequence[tuple[Matcher, int]], masks: npt.NDArray[np.int32]) -> None:
         """Write the tokens that may follow, as bits, into the row of `masks` that is given with each matcher."""
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor()
+        if self._bytes_before is None:
             self._bytes_before = self._num_bytes()
-        pairs = [(matcher.native, row) for matcher, row in matchers]
-        began = time.perf_counter()
-        self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], len(masks))
-        seconds = (time.perf_counter() - began) / len(matchers)
-        for matcher, _ in matchers:
-            matcher.grammar.seconds += seconds
+        if len(matchers) == 1 or len(os.sched_getaffinity(0)) <= _FEW_CPUS:
+            # The library would have one thread, for which this one would wait, possibly until a CPU is free.
+            for matcher, row in matchers:
+                began = time.thread_time()
+                matcher.native.unsafe_compute_mask_ptr(masks.ctypes.data + row * masks.strides[0], masks.strides[0])
+                matcher.note_cost(time.thread_time() - began)
+        else:
+            self._compute_in_parallel(matchers, masks)
         self._steps += 1
         if not self._steps % _CHECKED_STEPS and self._num_bytes() - self._bytes_before > _MOST_BYTES:
             most = max(_LEAST_COST, _ENDED_SHARE * max(matcher.grammar.seconds for matcher, _ in matchers))
             for matcher, _ in matchers:
                 matcher.is_too_costly = matcher.grammar.seconds >= most
+
+    def _compute_in_parallel(self, matchers: Sequence[tuple[Matcher, int]], masks: npt.NDArray[np.int32]) -> None:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor()
+        pairs = [(matcher.native, row) for matcher, row in matchers]
+        began = time.perf_counter()
+        self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], len(masks))
+        seconds = (time.perf_counter() - began) / len(matchers)
+        for matcher, _ in matchers:
+            matcher.note_cost(seconds)
 
 
 class _Mallinfo(ctypes.Structure):
@@ -237,7 +257,9 @@ class Matchers:
         matcher = self.cached(grammar)
         if matcher is not None:
             return matcher
+        began = time.thread_time()
         compiled = self._compile(grammar)
+        seconds_to_compile = time.thread_time() - began
         with self._lock:
             if grammar not in self._compiled:
                 self._compiled[grammar] = compiled
@@ -245,7 +267,9 @@ class Matchers:
             seconds = sum(each.seconds for each in self._compiled.values())
             while len(self._compiled) > _CACHED_MATCHERS or self._weight > _CACHED_BYTES or seconds > _CACHED_SECONDS:
                 seconds -= self._forget(next(iter(self._compiled))).seconds
-        return self._copy(compiled)
+        matcher = self._copy(compiled)
+        matcher.uncharged_seconds = seconds_to_compile
+        return matcher
 
     def _forget(self, grammar: str) -> Compiled:
         self._weight -= len(grammar)

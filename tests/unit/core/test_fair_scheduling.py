@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -56,6 +57,20 @@ def test_with_one_owner_the_order_is_that_of_arrival() -> None:
     made.run()
     ends = [made.token_times[seq.id][1] for seq in seqs]
     assert ends == sorted(ends)
+
+
+def test_the_time_of_a_grammar_counts_as_the_tokens_that_would_take_it() -> None:
+    made = engine(enable_prefix_caching=False)
+    costly = SimpleNamespace(uncharged_seconds=6.0, error=None, is_complete=False, accept=lambda token_id: True)
+    made.add(100, 3, owner="other", at=made.now)
+    seqs = [made.add(100, 3, owner=owner, at=made.now) for owner in ("grammar", "plain")]
+    seqs[0].matcher = costly  # type: ignore[assignment]
+    made.run(lambda: all(seq.is_finished for seq in seqs))
+    assert costly.uncharged_seconds == 0.0
+    made.add(3000, 1, owner="other", at=made.now)
+    prompts = {owner: made.add(3000, 1, owner=owner, at=made.now) for owner in ("grammar", "plain")}
+    made.run(lambda: prompts["plain"].is_finished)
+    assert prompts["grammar"].num_computed_tokens == 0
 
 
 def test_choices_of_one_request_count_as_their_tokens() -> None:

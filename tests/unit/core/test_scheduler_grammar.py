@@ -19,6 +19,7 @@ class Script:
     def __init__(self, *tokens: int) -> None:
         self.left = list(tokens)
         self.error: str | None = None
+        self.uncharged_seconds = 0.0
 
     @property
     def is_complete(self) -> bool:

@@ -159,8 +159,8 @@ class Admitted:
             matchers, self.queue.put, lambda seq, error, bad: self.refused.put((seq.id, error, bad))
         )
 
-    def add(self, id: int, grammar: str) -> None:
-        self.admission.add(Sequence([1], 16, SamplingParams(grammar=grammar), id=id))
+    def add(self, id: int, grammar: str, owner: str = "") -> None:
+        self.admission.add(Sequence([1], 16, SamplingParams(grammar=grammar), id=id, owner=owner))
 
 
 def test_a_sequence_is_admitted_with_its_matcher() -> None:
@@ -231,6 +231,46 @@ def test_an_aborted_sequence_is_taken_back_while_its_grammar_is_compiled_and_onl
     assert admitted.queue.get(timeout=WAIT_SECONDS).id == 2
     assert admitted.queue.empty()
     assert admitted.admission.cancel([1, 2]) == []
+
+
+def test_a_grammar_does_not_wait_for_all_those_of_another_owner() -> None:
+    may_load = threading.Event()
+
+    def slow() -> ByteTokenizer:
+        may_load.wait()
+        return ByteTokenizer()
+
+    admitted = Admitted(Matchers(slow, VOCAB_SIZE, [EOS]))  # type: ignore[arg-type, return-value]
+    for id in range(5):
+        admitted.add(id, regex(f"a{{{id + 1}}}"), "heavy")
+    admitted.add(9, regex("b"), "light")
+    may_load.set()
+    order = [admitted.queue.get(timeout=WAIT_SECONDS).id for _ in range(6)]
+    assert order.index(9) <= 1
+    assert [id for id in order if id != 9] == [0, 1, 2, 3, 4]
+
+
+def test_the_time_of_compiling_is_charged_to_the_first_sequence_alone() -> None:
+    admitted = Admitted(make_matchers())
+    for id in range(2):
+        admitted.add(id, regex("ab+c"))
+    first, second = (admitted.queue.get(timeout=WAIT_SECONDS).matcher for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.uncharged_seconds > 0.0
+    assert second.uncharged_seconds == 0.0
+
+
+@pytest.mark.parametrize("num_cpus", [2, 8])
+def test_masks_are_the_same_in_parallel(matchers: Matchers, num_cpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two CPUs the calling thread computes them."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_cpus)))
+    rows = [MaskedRow(row, matchers.matcher(regex(f"[{first}-z]"))) for row, first in enumerate("abc")]
+    masks, failed = TokenMasks().fill(rows, VOCAB_SIZE)
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    assert not failed
+    assert [np.flatnonzero(row).tolist() for row in bits] == [list(range(ord(first), 123)) for first in "abc"]
+    assert all(row.matcher is not None and row.matcher.uncharged_seconds > 0.0 for row in rows)
 
 
 def test_a_grammar_known_already_waits_for_no_other() -> None:
