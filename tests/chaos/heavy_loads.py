@@ -7,11 +7,12 @@ than loads it begins again. It runs at the lowest priority, so that clients do n
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +99,118 @@ class _Client:
             writer.close()
         await asyncio.sleep(0.05)
         return 200
+
+    # -- further families of attacks
+
+    async def tokenize(self) -> int:
+        text = prompt(3000, self._random.randrange(10**6))
+        return (await self._http.post("/tokenize", json={"model": self._model, "prompt": text})).status_code
+
+    async def many_prompts(self) -> int:
+        return await self._ask(self._body(0, 20, prompt=[f"{self._random.random()} {each}" for each in range(64)]))
+
+    async def logprobs(self) -> int:
+        return await self._ask(self._body(20, 50, n=16, temperature=1, logprobs=20))
+
+    async def prompt_logprobs(self) -> int:
+        return await self._ask(self._body(800, 1, echo=True, logprobs=20))
+
+    async def stops(self) -> int:
+        number = self._random.randrange(10**6)
+        stops = {"stop": [f"{number} {each}" * 100 for each in range(4)], "stop_token_ids": list(range(400, 1400))}
+        words = {"bad_words": [f"w{each}" for each in range(800)]}
+        return await self._ask(
+            self._body(60, 100, **stops, **words, logit_bias={str(each): -1 for each in range(900)})
+        )
+
+    async def tool_grammars(self) -> int:
+        number = self._random.randrange(10**6)
+        parameters = {"type": "object", "properties": {f"p{each}": {"type": "integer"} for each in range(10)}}
+        tools = [
+            {"type": "function", "function": {"name": f"f{number}_{each}", "parameters": parameters}}
+            for each in range(10)
+        ]
+        body = {"messages": [{"role": "user", "content": "Call"}], "tools": tools, "tool_choice": "required"}
+        answer = await self._http.post("/v1/chat/completions", json={"model": self._model, "max_tokens": 60, **body})
+        return answer.status_code
+
+    async def regexes(self) -> int:
+        pattern = f"({self._random.randrange(10**6)}.*a.{{1,100}}){{1,}}"
+        return await self._ask(self._body(20, 60, ignore_eos=False, structured_outputs={"regex": pattern}))
+
+    async def cancelled_responses(self) -> int:
+        text = prompt(60, self._random.randrange(10**6))
+        body = {"model": self._model, "input": text, "max_output_tokens": 500, "ignore_eos": True, "background": True}
+        answer = await self._http.post("/v1/responses", json=body)
+        if answer.status_code == 200:
+            await self._http.post(f"/v1/responses/{answer.json()['id']}/cancel")
+        return answer.status_code
+
+    async def resumed_streams(self) -> int:
+        """Streams whose client is gone after each few events and comes back."""
+        body = self._body(60, 200, stream=True, stream_options={"resumable": True})
+        headers: dict[str, str] = {}
+        for _ in range(8):
+            async with self._http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+                if answer.status_code != 200:
+                    return answer.status_code
+                events = [line async for line in _first(answer.aiter_lines(), 30) if line.startswith("id: ")]
+            if not events:
+                break
+            headers["Last-Event-ID"] = events[-1].removeprefix("id: ")
+        return 200
+
+    async def batches(self) -> int:
+        lines = "".join(
+            json.dumps(
+                {"custom_id": str(each), "method": "POST", "url": "/v1/completions", "body": self._body(60, 30)}
+            )
+            + "\n"
+            for each in range(100)
+        )
+        answer = await self._http.post("/v1/files", files={"file": lines.encode()}, data={"purpose": "batch"})
+        if answer.status_code != 200:
+            return answer.status_code
+        batch = {"input_file_id": answer.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        answer = await self._http.post("/v1/batches", json=batch)
+        await asyncio.sleep(2)
+        if answer.status_code == 200:
+            await self._http.post(f"/v1/batches/{answer.json()['id']}/cancel")
+        return answer.status_code
+
+    async def refused_bodies(self) -> int:
+        """Bodies of a megabyte of which the last field is wrong."""
+        text = prompt(200_000, self._random.randrange(10**6))
+        return (await self._http.post("/v1/completions", json={"prompt": text, "max_tokens": "x"})).status_code
+
+    async def messages(self) -> int:
+        content = str(self._random.randrange(10**6))
+        chat = [{"role": role, "content": content} for role in ("user", "assistant")] * 150 + [
+            {"role": "user", "content": "Go on"}
+        ]
+        body = {"model": self._model, "messages": chat, "max_tokens": 10}
+        return (await self._http.post("/v1/chat/completions", json=body)).status_code
+
+    async def templates(self) -> int:
+        loop = "{% for a in range(999) %}{% for b in range(99) %}{% endfor %}{% endfor %}"
+        body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": loop}
+        return (await self._http.post("/tokenize", json={"model": self._model, **body})).status_code
+
+    async def adapters(self) -> int:
+        """Requests that a key without the scope `admin` may not send."""
+        body = {"lora_name": str(self._random.random()), "lora_path": "/nonexistent"}
+        return (await self._http.post("/v1/load_lora_adapter", json=body)).status_code
+
+    async def embeddings(self) -> int:
+        texts = [prompt(60, self._random.randrange(10**6)) for _ in range(64)]
+        return (await self._http.post("/v1/embeddings", json={"model": self._model, "input": texts})).status_code
+
+
+async def _first(lines: AsyncIterator[str], number: int) -> AsyncIterator[str]:
+    """Yield the first lines of a stream."""
+    for _ in range(number):
+        with contextlib.suppress(StopAsyncIteration):
+            yield await anext(lines)
 
 
 LOADS: dict[str, Callable[[_Client], Awaitable[int]]] = {
