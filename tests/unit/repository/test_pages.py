@@ -62,6 +62,12 @@ def test_links_between_pages_lead_somewhere(pages: dict[Path, str]) -> None:
     assert broken == []
 
 
+def test_every_page_is_in_the_sites_navigation(pages: dict[Path, str]) -> None:
+    navigation = re.findall(r"^ +- (?:.+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    docs = {path.relative_to(ROOT / "docs").as_posix() for path in pages if path.is_relative_to(ROOT / "docs")}
+    assert docs - set(navigation) == set()
+
+
 def test_files_and_folders_exist(pages: dict[Path, str]) -> None:
     in_tree = r"`((?:benchmarks|deploy|docs|engine|kvcache|models|server|tests|tools)/[\w./-]+)`"
     assert missing(pages, in_tree, lambda name: (ROOT / name).exists()) == []
