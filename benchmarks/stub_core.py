@@ -47,7 +47,7 @@ class _StubCore:
         self._output = MessageWriter(socket.socket(fileno=launch.outputs))
         self._input.connect(launch.input_address)
         self._input.send(b"")
-        self._decoder = msgspec.msgpack.Decoder(Inbound)
+        self._decoder = msgspec.msgpack.Decoder(list[Inbound])
         self._encoder = msgspec.msgpack.Encoder()
         self._live: dict[int, int] = {}
         self._tokens = itertools.cycle(_TOKENS)
@@ -76,8 +76,8 @@ class _StubCore:
         self._say(StepOutputs(outputs, SchedulerStats(running, 0, running, 1 << 20, 0, 0, 0, 0, "decode", 0.001)))
 
     def _take_in(self) -> None:
-        for frame in self._input.recv_multipart():
-            match self._decoder.decode(frame):
+        for message in self._decoder.decode(self._input.recv()):
+            match message:
                 case AddRequest() as request:
                     self._live[request.request_id] = request.sampling_params.max_tokens
                 case AbortRequests(request_ids):

@@ -127,9 +127,11 @@ class CoreLink:
         return message
 
     def send(self, messages: Sequence[Inbound]) -> None:
-        """Send messages as the frames of one multipart message. If the core has just died, they are lost."""
+        """Send messages as the elements of one array. If the core has just died, they are lost."""
         if messages:
-            self.wire.send([_encoder.encode(message) for message in share_tables(messages)])
+            # One frame: the send of each releases the interpreter's lock, which a computing thread then holds for a
+            # while, so that the event loop would wait that long for each of a request's sequences.
+            self.wire.send(_encoder.encode([msgspec.Raw(_encoder.encode(each)) for each in share_tables(messages)]))
 
     @property
     def is_gone(self) -> bool:

@@ -154,23 +154,29 @@ class CoreSockets:
 
     def process_input_sockets(self) -> None:
         """Decode received messages into the input queue, until the context ends."""
+        array_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
         decoder = msgspec.msgpack.Decoder(Inbound)
         while True:
             try:
-                frames = self._input.recv_multipart()
+                frame = self._input.recv()
             except zmq.ContextTerminated:
                 self._input.close()
                 return
+            try:
+                messages = array_decoder.decode(frame)
+            except msgspec.MsgspecError as error:
+                self._refuse(frame, error)
+                continue
             params: SamplingParams | None = None
-            for frame in frames:
+            for encoded in messages:
                 try:
-                    message = decoder.decode(frame)
+                    message = decoder.decode(encoded)
                     if isinstance(message, AddRequest):
                         take_tables(message, params)
                         params = message.sampling_params
                     self._accept(message)
                 except BaseException as error:  # noqa: BLE001 - logged and answered; a native panic is no `Exception`
-                    self._refuse(frame, error)
+                    self._refuse(encoded, error)
 
     def close(self) -> None:
         """Close both sockets when all messages have been sent."""
@@ -217,21 +223,21 @@ class CoreSockets:
         """Answer a sequence that cannot be queued with an error."""
         self.output_queue.put(StepOutputs([terminal_output(seq.id, "error", error, bad_request=bad_request)]))
 
-    def _refuse(self, frame: bytes, error: BaseException) -> None:
+    def _refuse(self, encoded: bytes | msgspec.Raw, error: BaseException) -> None:
         """Log a message that cannot be decoded, and answer it if the id of its request can be read."""
         fault = not isinstance(error, ValueError)
         logger.error("a message to the engine core was refused: %s", error, exc_info=error if fault else None)
-        request_id = _request_id(frame)
+        request_id = _request_id(encoded)
         if request_id is not None:
             self.output_queue.put(
                 StepOutputs([terminal_output(request_id, "error", str(error) or type(error).__name__)])
             )
 
 
-def _request_id(frame: bytes) -> int | None:
+def _request_id(encoded: bytes | msgspec.Raw) -> int | None:
     """Return the request id in an undecodable message; None if it cannot be read."""
     try:
-        message = msgspec.msgpack.decode(frame)
+        message = msgspec.msgpack.decode(encoded)
     except msgspec.DecodeError:
         return None
     request_id = message.get("request_id") if isinstance(message, dict) else None

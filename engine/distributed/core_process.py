@@ -55,8 +55,8 @@ class CoreTransport(Protocol):
     def connected(self) -> None:
         """Note that the core is ready, so that messages can be sent."""
 
-    def send(self, frames: Sequence[bytes]) -> None:
-        """Send one multipart message. Never blocks. If the core has just ended, the message is lost."""
+    def send(self, message: bytes) -> None:
+        """Send one message. Never blocks. If the core has just ended, the message is lost."""
 
     def close(self) -> None:
         """Stop sending and receiving."""
@@ -152,9 +152,9 @@ class LocalTransport:
         """See `CoreTransport`."""
         self._identity = self._input.recv_multipart()[0]
 
-    def send(self, frames: Sequence[bytes]) -> None:
+    def send(self, message: bytes) -> None:
         """See `CoreTransport`."""
-        self._input.send_multipart([self._identity, *frames])
+        self._input.send_multipart([self._identity, message])
 
     def close(self) -> None:
         """See `CoreTransport`."""
@@ -213,9 +213,9 @@ class RemoteTransport:
     def connected(self) -> None:
         """See `CoreTransport`. No message is received before this call."""
 
-    def send(self, frames: Sequence[bytes]) -> None:
+    def send(self, message: bytes) -> None:
         """See `CoreTransport`."""
-        self._socket.send_multipart([self._input, *frames])
+        self._socket.send_multipart([self._input, message])
 
     def close(self) -> None:
         """See `CoreTransport`; the socket stays open for the next core."""

@@ -1,8 +1,13 @@
 """Messages are decoded as they were encoded, and other bytes are refused."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import msgspec
 import pytest
 
+from engine.client.supervisor import CoreLink
+from engine.distributed.core_process import CoreTransport
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -109,6 +114,19 @@ def test_what_is_no_message_is_refused(frame: bytes) -> None:
 )
 def test_finish_reason_is_reported_in_openai_terms(leave_reason: str | None, expected: str | None) -> None:
     assert openai_finish_reason(leave_reason) == expected
+
+
+def test_messages_that_are_sent_together_are_one_frame() -> None:
+    """Each frame is a call that releases the interpreter's lock, and waits for it while other threads compute."""
+    sent: list[bytes] = []
+    link = CoreLink.__new__(CoreLink)
+    link._wire = cast(CoreTransport, SimpleNamespace(send=sent.append))
+    messages = [AddRequest(each, [1], SamplingParams()) for each in range(128)]
+    link.send(messages)
+    (frame,) = sent
+    assert msgspec.msgpack.decode(frame, type=list[Inbound]) == messages
+    link.send([])
+    assert len(sent) == 1
 
 
 def test_tables_that_the_choices_of_a_request_have_in_common_cross_the_wire_once() -> None:

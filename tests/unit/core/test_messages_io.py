@@ -36,7 +36,8 @@ def wire() -> Iterator[SimpleNamespace]:
         identity = router.recv_multipart()[0]
         yield SimpleNamespace(
             core=core,
-            send=lambda *frames: router.send_multipart([identity, *frames]),
+            send=lambda *messages: router.send_multipart([identity, encode([msgspec.Raw(each) for each in messages])]),
+            send_raw=lambda frame: router.send_multipart([identity, frame]),
             receive=lambda: msgspec.msgpack.decode(next_message(outputs), type=Outbound),
             take=lambda: core.input_queue.get(timeout=WAIT_SECONDS),
         )
@@ -57,7 +58,7 @@ def encode(message: Any) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def test_each_frame_of_a_message_is_taken_in_order(wire: SimpleNamespace) -> None:
+def test_each_message_of_an_array_is_taken_in_order(wire: SimpleNamespace) -> None:
     params = SamplingParams(max_tokens=3, stop_token_sequences=[[5]])
     wire.send(encode(AddRequest(7, [1, 2], params, cache_salt=9)), encode(AddRequest(8, [3], params, adapter=2)))
     wire.send(encode(AbortRequests([8])), encode(Shutdown()))
@@ -122,7 +123,8 @@ def test_times_count_from_the_receipt_where_the_front_end_has_another_clock(wire
 def test_noise_is_logged_and_does_not_disturb_what_follows(
     wire: SimpleNamespace, frame: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wire.send(frame, encode(AbortRequests([1])))
+    wire.send_raw(frame)
+    wire.send(encode(AbortRequests([1])))
     assert wire.take() == AbortRequests([1])
     assert "refused" in caplog.text
 
