@@ -44,8 +44,8 @@ from server.schemas.generation import (
     SamplingFields,
 )
 from server.schemas.pooling import PoolingFields
-from server.streaming.generation import while_connected
 from server.streaming.resumable import ResumableStreams
+from server.streaming.sse import while_connected
 
 MAX_SEQUENCES = 2048
 """Most sequences that one request may run."""
@@ -109,7 +109,7 @@ async def accept(http: Request, model: type[Accepted]) -> AsyncIterator[tuple[Ac
     with counted_refusals(models.shared.metrics):
         async with (
             reading(http, model, models.config.server_config) as request,
-            while_connected(http),
+            while_connected(http.receive),
             models.use(request.model, owner) as frontend,
         ):
             if not isinstance(request, PoolingFields):

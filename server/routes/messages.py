@@ -14,7 +14,8 @@ from server.models import Models
 from server.request_builder import accept, drop_input, new_sequences, reading
 from server.schemas.body import as_json
 from server.schemas.messages import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
-from server.streaming.generation import Generation, while_connected
+from server.streaming.generation import Generation
+from server.streaming.sse import while_connected
 
 endpoints = ENDPOINTS.register("messages")(EndpointFamily(AnthropicError))
 
@@ -73,7 +74,7 @@ async def count_message_tokens(http: Request) -> Response:
     opener = models.shared.seal.opener(owner.key)
     async with (
         reading(http, CountTokensRequest, models.config.server_config) as request,
-        while_connected(http),
+        while_connected(http.receive),
         models.use(request.model, owner) as frontend,
     ):
         return as_json(TokenCount(await count_tokens(request, frontend, owner, opener)))

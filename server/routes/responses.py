@@ -20,8 +20,8 @@ from server.responses.tools import ToolTable
 from server.schemas.body import as_json, json_response
 from server.schemas.response_objects import CompactedResponse, DeletedResponse, InputTokens, ItemList, ResponseObject
 from server.schemas.responses import CompactRequest, InputReference, InputTokensRequest, ResponsesRequest
-from server.streaming.generation import Generation, while_connected
-from server.streaming.sse import EventStream
+from server.streaming.generation import Generation
+from server.streaming.sse import EventStream, while_connected
 
 endpoints = ENDPOINTS.register("responses")(EndpointFamily())
 
@@ -155,7 +155,7 @@ async def count_input_tokens(http: Request) -> Response:
     models, owner = Models.of(http.app), owner_of(http.scope)
     async with reading(http, InputTokensRequest, models.config.server_config) as request:
         request.model = request.model or models.names[0]
-        async with while_connected(http), models.use(request.model, owner) as frontend:
+        async with while_connected(http.receive), models.use(request.model, owner) as frontend:
             _, _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner)
     return as_json(InputTokens(len(chat.prompt.token_ids)))
 

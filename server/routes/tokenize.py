@@ -14,7 +14,7 @@ from server.request_builder import in_thread, read_request, reading, render_prom
 from server.schemas.body import as_json, validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
-from server.streaming.generation import while_connected
+from server.streaming.sse import while_connected
 
 endpoints = ENDPOINTS.register("tokenize")(EndpointFamily())
 
@@ -30,7 +30,7 @@ async def tokenize(http: Request) -> Response:
     models = Models.of(http.app)
     async with (
         reading(http, TokenizeRequest, models.config.server_config) as request,
-        while_connected(http),
+        while_connected(http.receive),
         models.use(request.model, owner_of(http.scope)) as frontend,
     ):
         return as_json(await in_thread(_jobs(http), request.chat_template, lambda: _tokenize(request, frontend)))
@@ -41,7 +41,7 @@ async def detokenize(http: Request) -> Response:
     """Return the text of token ids."""
     models = Models.of(http.app)
     request = await read_request(http, DetokenizeRequest, models.config.server_config)
-    async with while_connected(http), models.use(request.model, owner_of(http.scope)) as frontend:
+    async with while_connected(http.receive), models.use(request.model, owner_of(http.scope)) as frontend:
         processor = frontend.loaded.processor
         text = await _jobs(http).text(lambda: processor.detokenize(request.tokens))
     return as_json(DetokenizeAnswer(text))

@@ -8,11 +8,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import nullcontext
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.config.config import Config
@@ -25,7 +25,7 @@ from server.limits.owners import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
 from server.streaming.resumable import ResumableStreams
-from server.streaming.sse import EventStream, Renderer
+from server.streaming.sse import EventStream, Renderer, while_connected
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,8 @@ class Generation:
         results = WholeResult(len(self._states))
         self._begin(id, results)
         try:
-            await (results.wait() if http is None else _unless_disconnected(http, results))
+            async with nullcontext() if http is None else while_connected(http.receive):
+                await results.wait()
         finally:
             self.end()
         return self._states
@@ -270,6 +271,7 @@ class Generation:
         id, self._id = self._id, None
         if self._stream is not None:
             self._stream.close()
+            self._stream = None  # It refers to this object: the two would wait for a garbage collection.
         if self._deadline is not None:
             self._deadline.cancel()
         self._hub.cancel(self._states)
@@ -307,52 +309,3 @@ def _num_prompt_logprobs(request: AddRequest) -> int:
 def _mean_logprob(state: RequestState) -> float:
     logprobs = state.logprobs or ()
     return sum(token.logprob for token in logprobs) / max(1, len(logprobs))
-
-
-@asynccontextmanager
-async def while_connected(http: Request) -> AsyncIterator[None]:
-    """Cancel the block and raise `ClientDisconnect` when the client disconnects. The body must have been read.
-
-    So work of disconnected clients that waits for a thread is dropped instead of being done.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    is_inside = True
-    is_gone = False
-
-    def give_up(watch: asyncio.Task[None]) -> None:
-        nonlocal is_gone
-        if is_inside and not watch.cancelled():
-            is_gone = True
-            task.cancel()
-
-    watch = asyncio.create_task(_wait_for_disconnect(http))
-    watch.add_done_callback(give_up)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if is_gone and not task.uncancel():
-            raise ClientDisconnect from None
-        raise
-    finally:
-        is_inside = False
-        watch.cancel()
-
-
-async def _unless_disconnected(http: Request, results: WholeResult) -> None:
-    """Wait for `results`. Raises `ClientDisconnect` if the client disconnects first."""
-    answered = asyncio.ensure_future(results.wait())
-    disconnected = asyncio.ensure_future(_wait_for_disconnect(http))
-    try:
-        await asyncio.wait((answered, disconnected), return_when=asyncio.FIRST_COMPLETED)
-        if not answered.done():
-            raise ClientDisconnect
-        answered.result()
-    finally:
-        answered.cancel()
-        disconnected.cancel()
-
-
-async def _wait_for_disconnect(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass

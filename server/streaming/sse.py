@@ -4,14 +4,16 @@ This code runs once per streamed chunk. So the parts of a chunk that do not chan
 and each chunk is joined from these bytes and its text.
 """
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Protocol
 
 import msgspec
-from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.text.request_state import RequestDelta, RequestState
@@ -21,59 +23,122 @@ from server.schemas.generation import AnswerHead, StreamOptions, Usage
 DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
 
-_PING_SECONDS = 5
-"""Seconds between two pings, which show a waiting client that its stream is alive."""
+_PING_SECONDS, _COMMENT_SECONDS = 5.0, 15.0
+"""Seconds between two pings, which show a waiting client that its stream is alive, and between two comments."""
+
+_COMMENT = b": ping\n\n"
+"""Ping that clients ignore, but that keeps proxies from closing the connection."""
 
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 
-class EventStream(EventSourceResponse):
-    """sse-starlette's response, for events that are already encoded.
+@asynccontextmanager
+async def while_connected(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the block and raise `ClientDisconnect` when the client disconnects. The body must have been read.
 
-    Events are sent without a time limit: a cancel scope would take half of the time of a chunk, and if a client does
-    not read, deltas are merged.
+    So work of disconnected clients that waits for a thread is dropped instead of being done.
     """
+    task = asyncio.current_task()
+    assert task is not None
+    is_inside = True
+    is_gone = False
+
+    def give_up(watch: asyncio.Task[None]) -> None:
+        nonlocal is_gone
+        if is_inside and not watch.cancelled():
+            is_gone = True
+            task.cancel()
+
+    watch = asyncio.create_task(_wait_for_disconnect(receive))
+    watch.add_done_callback(give_up)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_gone and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        is_inside = False
+        watch.cancel()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events that are already encoded, and pings between them, until they end or the client disconnects.
+
+    Events are sent without a time limit: if a client does not read, deltas are merged.
+    """
+
+    media_type = "text/event-stream"
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         on_end: Callable[[], object] | None = None,
-        ping: ServerSentEvent | None = None,
+        ping: bytes | None = None,
     ) -> None:
         """`on_end` is called when the response has ended, even if the client disconnected before the first event.
 
-        `ping` is sent every few seconds; by default a comment is sent, less often.
+        `ping` is an event that is sent every few seconds; by default a comment is sent, less often.
         """
-        super().__init__(
-            events,
-            headers={"Cache-Control": "no-cache"},
-            sep="\n",
-            ping=None if ping is None else _PING_SECONDS,
-            ping_message_factory=None if ping is None else lambda: ping,
-        )
+        self.status_code, self.background = 200, None
+        # A proxy must neither cache nor buffer the events.
+        self.init_headers({"Cache-Control": "no-cache", "Connection": "keep-alive", "X-Accel-Buffering": "no"})
         self._events = events
         self._on_end = on_end
-        self._send_body: Send | None = None
-        """Sends body messages directly, without the middleware that changes only the head; None if there is none."""
+        self._ping, self._ping_seconds = (_COMMENT, _COMMENT_SECONDS) if ping is None else (ping, _PING_SECONDS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send_body = scope.get("state", {}).get("send_body")
-        # A generator that was never started does not run its own `finally`.
+        # Sends body messages directly, without the middleware that changes only the head.
+        send_body: Send = scope.get("state", {}).get("send_body") or send
         try:
-            await super().__call__(scope, receive, send)
+            # A generator that was never started does not run its own `finally`; `aclosing` only ends it.
+            with suppress(ClientDisconnect):
+                async with while_connected(receive), aclosing(self._events) as events:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    if scope["method"] != "HEAD":
+                        with _Pings(self._ping, self._ping_seconds, send_body):
+                            async for event in events:
+                                await send_body({"type": "http.response.body", "body": event, "more_body": True})
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             if self._on_end is not None:
                 self._on_end()
 
-    async def _stream_response(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        send_body = self._send_body or send
-        async with aclosing(self._events) as events:
-            async for event in events:
-                await send_body({"type": "http.response.body", "body": event, "more_body": True})
-        async with self._send_lock:
-            self.active = False
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+class _Pings:
+    """Sends a ping repeatedly within the context."""
+
+    def __init__(self, ping: bytes, seconds: float, send: Send) -> None:
+        self._ping = ping
+        self._seconds = seconds
+        self._send = send
+        self._sending: asyncio.Task[None] | None = None
+        """The task that sends the latest ping. There is one only when a ping is due: most streams end earlier."""
+
+    def __enter__(self) -> None:
+        self._schedule()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+
+    def _schedule(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._begin)
+
+    def _begin(self) -> None:
+        self._schedule()
+        if self._sending is None or self._sending.done():  # Otherwise the client reads nothing at present.
+            self._sending = asyncio.create_task(self._send_ping())
+
+    async def _send_ping(self) -> None:
+        await self._send({"type": "http.response.body", "body": self._ping, "more_body": True})
 
 
 class ChunkWriter:
@@ -134,7 +199,7 @@ class Renderer(Protocol):
     """Renders one request's answer in the form of its endpoint, for `Generation`. Choices have an index."""
 
     head: AnswerHead
-    ping: ServerSentEvent | None = None
+    ping: bytes | None = None
     """Event that is sent every few seconds while the stream is open; None: a comment, which clients ignore."""
 
     def opening(self) -> bytes:

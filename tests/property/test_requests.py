@@ -164,11 +164,8 @@ class Requests(RuleBasedStateMachine):
                 assert front.hub.num_live == 0
                 assert not front.core.running
                 assert not front.core.paused
+            assert not asyncio.all_tasks(self.loop)
         finally:
-            # sse-starlette watches for the server's end with a task of its own.
-            for task in asyncio.all_tasks(self.loop):
-                task.cancel()
-            self.settle()
             self.loop.close()
 
 

@@ -13,9 +13,9 @@ from engine.messages import TokenLogprobs
 from engine.text.request_state import RequestDelta
 from server.errors import EngineError, Overloaded, RequestTimeout
 from server.limits.owners import ANYONE, Owner
-from server.streaming.generation import Generation, while_connected
+from server.streaming.generation import Generation
 from server.streaming.hub import DeltaStream
-from server.streaming.sse import EventStream
+from server.streaming.sse import EventStream, while_connected
 from tests.unit.generation_support import FrontEnd, renderer
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "headers": [], "path": "/"}
@@ -370,7 +370,7 @@ async def test_work_for_a_client_that_leaves_is_given_up() -> None:
             raise
 
     async def handle() -> None:
-        async with while_connected(http(leaves_later)):
+        async with while_connected(http(leaves_later).receive):
             await work()
 
     handling = asyncio.create_task(handle())
@@ -384,14 +384,14 @@ async def test_work_for_a_client_that_leaves_is_given_up() -> None:
 
 @pytest.mark.parametrize("receive", [stays, leaves])
 async def test_a_client_that_leaves_after_the_work_disturbs_nothing(receive: Any) -> None:
-    async with while_connected(http(receive)):
+    async with while_connected(http(receive).receive):
         pass
     await settle()
 
 
 async def test_a_cancelled_handler_is_cancelled_and_not_taken_for_a_client_that_left() -> None:
     async def handle() -> None:
-        async with while_connected(http()):
+        async with while_connected(http().receive):
             await asyncio.Event().wait()
 
     handling = asyncio.create_task(handle())

@@ -130,3 +130,52 @@ async def test_a_stream_that_waits_sends_its_ping_until_it_goes_on(monkeypatch: 
     assert event == b"event: a\ndata: 1\n\n"
     assert len(pings) >= 3
     assert set(pings) == {b'event: ping\ndata: {"type": "ping"}\n\n'}
+
+
+async def test_a_stream_to_a_head_request_has_no_events() -> None:
+    bodies: list[Message] = []
+    ended: list[bool] = []
+
+    async def never() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+
+    async def send(message: Message) -> None:
+        bodies.append(message)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    await EventStream(never(), lambda: ended.append(True))({"type": "http", "method": "HEAD"}, receive, send)
+    start, end = bodies
+    assert (start["status"], end["body"], end["more_body"]) == (200, b"", False)
+    assert ended == [True]
+
+
+async def test_waiting_streams_have_two_tasks_and_end_when_their_clients_leave() -> None:
+    left = asyncio.Event()
+    ended: list[int] = []
+
+    async def waits() -> AsyncGenerator[bytes, None]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def send(message: Message) -> None:
+        assert message["type"] == "http.response.start"
+
+    async def receive() -> Message:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    before = asyncio.all_tasks()
+    for number in range(10):
+        response = EventStream(waits(), lambda number=number: ended.append(number))  # type: ignore[misc]
+        asyncio.create_task(response({"type": "http", "method": "POST"}, receive, send))  # noqa: RUF006
+    for _ in range(5):
+        await asyncio.sleep(0)
+    tasks = asyncio.all_tasks() - before
+    assert len(tasks) == 20
+    left.set()
+    await asyncio.wait(tasks)
+    assert sorted(ended) == list(range(10))
+    assert all(each.cancelled() or each.exception() is None for each in tasks)
