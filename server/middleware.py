@@ -91,6 +91,7 @@ class RequestIdMiddleware:
             try:
                 await self._app(scope, receive, answer.send)
             finally:
+                del scope["state"]["send_body"]  # It refers to the request, whose scope would be part of a cycle.
                 REQUEST_ID.reset(token)
                 status = answer.status if answer.status is not None and answer.complete else CLIENT_GONE
                 if trace is not None:

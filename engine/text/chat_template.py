@@ -102,8 +102,10 @@ class ChatTemplate:
         length = 0
         most = self._max_characters or MAX_RENDERED_CHARACTERS
         deadline = time.monotonic() + MAX_RENDER_SECONDS
+        template = self._choose(tools)
+        context = template.new_context(values)
         try:
-            for piece in self._choose(tools).generate(values):
+            for piece in template.root_render_func(context):
                 pieces.append(piece)
                 length += len(piece)
                 if length > most:
@@ -112,6 +114,9 @@ class ChatTemplate:
                     raise ValueError(f"it was still writing after {MAX_RENDER_SECONDS:g} s")
         except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
             raise ValueError(f"{self._title} fails on these messages: {error}") from error
+        finally:
+            # A macro refers to its context. Without this, the messages would wait for a garbage collection.
+            context.vars.clear()
         return "".join(pieces)
 
     def _with_shown_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -194,7 +194,6 @@ class Connection:
         "_has_begun",
         "_has_pipelined",
         "_is_half_closed",
-        "_is_probe",
         "_is_served",
         "_phase",
         "_provoke_reset",
@@ -348,6 +347,8 @@ class Connection:
     # -- for `Connections` --------------------------------------------------------------------------------------
 
     @property
+            # The protocol refers to this connection: without these references the two are no cycle.
+            self._transport = self._refuse = self._provoke_reset = self._abort = None
     def is_receiving_body(self) -> bool:
         return self._phase == "body"
 
@@ -447,13 +448,14 @@ class Connection:
         if self.is_open:
             self._table.note_closed(reason)
             self.close()
-            if self._abort is not None:
-                self._abort()
+            if abort is not None:
+                abort()
             else:
                 # The code that sets the connection up, such as the TLS handshake, then sees that it has ended.
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
+            abort = self._abort
     @property
     def _tcp_state(self) -> int:
         return self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
