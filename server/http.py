@@ -96,7 +96,7 @@ class HeadTooLarge(BadRequest):
 
 
 class RequestTurns:
-    """Lets only a few requests begin per round of the event loop; addresses take turns.
+    """Lets only a few requests begin per round of the event loop; API keys, or else addresses, take turns.
 
     A request costs up to a millisecond in its first rounds. If thousands of connections or pipelines sent requests at
     once, a round would take seconds, and a health probe needs several rounds.
@@ -217,15 +217,18 @@ class HttpProtocol(HttpToolsProtocol):
         *args: Any,
         connection: Connection,
         turns: RequestTurns,
+        keys: ApiKeys,
         probes: Collection[bytes] = (),
         **keywords: Any,
     ) -> None:
         """`probes` are the paths of probes and admin calls, which are served in addition to `max_connections`.
 
-        A probe that is a connection's first request needs no turn, since few connections are accepted at once.
+        So are requests without an accepted key; those with a token count once it is verified. A probe that is a
+        connection's first request needs no turn, since few connections are accepted at once.
         """
         super().__init__(*args, **keywords)
         self._probes = probes
+        self._keys = keys
         self._turns = turns
         self._has_begun = False
         """Whether a request of the connection has begun."""
@@ -268,9 +271,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._connection.close()
         self._unparsed.clear()
         super().connection_lost(exc)
-
-    def _lose_client(self) -> None:
-        """Notify the request in progress that its client is gone. uvicorn's protocol would notify the last pipelined
         self._unset_keepalive_if_required()  # uvicorn leaves the timer of a connection that was reset.
         # Without reference cycles, the connection and its requests need no full garbage collection.
         assert isinstance(self.flow, _Flow)
@@ -278,6 +278,9 @@ class HttpProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         self.app = self._application
         self.cycle = None  # type: ignore[assignment]
+
+    def _lose_client(self) -> None:
+        """Notify the request in progress that its client is gone. uvicorn's protocol would notify the last pipelined
         one."""
         cycle = self._answered
         if cycle is not None and not cycle.response_complete:
@@ -407,7 +410,7 @@ class HttpProtocol(HttpToolsProtocol):
             await cycle.message_event.wait()
         if not (cycle.more_body and cycle.disconnected):
             if self._has_begun or scope["raw_path"] not in self._probes:
-                await self._turns.take(self._connection.party)
+                await self._turns.take(scope["state"]["party"])
                 if cycle.disconnected:
                     return
             self._has_begun = True
@@ -444,7 +447,13 @@ class HttpProtocol(HttpToolsProtocol):
         if codings and self.parser.get_http_version() == "1.0":
             # A proxy of HTTP/1.0 would not know where the body ends (RFC 9112, section 6.1).
             self._stop(BadRequest("the request is HTTP/1.0 with a Transfer-Encoding; send it as HTTP/1.1"))
-        refused = self._connection.begin_request(is_probe=self.url.partition(b"?")[0] in self._probes)
+        owner = self._keys.known_owner(self.headers)
+        is_free = self.url.partition(b"?")[0] in self._probes
+        if owner is None and self._keys and not is_free:
+            is_free = True
+            self.scope["state"]["serve"] = self._connection.serve
+        self.scope["state"]["party"] = self._connection.party if owner is None else owner.party
+        refused = self._connection.begin_request(is_free=is_free)
         if refused is not None:
             self._stop(refused)
         super().on_headers_complete()
@@ -517,6 +526,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._choose_reading()
 
 
+def _do_nothing() -> None:
+    pass
+
+
 def _unchunked(cycle: RequestResponseCycle, send: Send) -> Send:
     """Wrap `send` of `cycle` for a client of HTTP/1.0, which knows no chunks: its answer ends with the connection."""
     has_length = True
@@ -526,10 +539,6 @@ def _unchunked(cycle: RequestResponseCycle, send: Send) -> Send:
         if message["type"] == "http.response.start":
             has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             if not has_length:
-def _do_nothing() -> None:
-    pass
-
-
                 cycle.chunked_encoding = cycle.keep_alive = False
         elif not has_length:
             cycle.expected_content_length = len(message.get("body", b""))
@@ -573,7 +582,7 @@ def serve(
         timeout_keep_alive=config.server_config.keep_alive_timeout,  # type: ignore[arg-type]  # a float will do
         timeout_graceful_shutdown=2 * _SHUTDOWN_SECONDS,
     )
-    _Server(settings, served, app.state.batches, listener, tls, manager, signals).run()
+    _Server(settings, served, app.state.batches, listener, keys, tls, manager, signals).run()
     return served.why_ended
 
 
@@ -586,11 +595,13 @@ class _Server(uvicorn.Server):
         models: Models,
         batches: BatchRunner,
         listener: socket.socket,
+        keys: ApiKeys,
         tls: Tls | None,
         manager: ServiceManager,
         signals: Signals,
     ) -> None:
         super().__init__(settings)
+        self._keys = keys
         self._manager = manager
         self._signals = signals
         self._models = models
@@ -598,6 +609,7 @@ class _Server(uvicorn.Server):
         self._listener = listener
         self._tls = tls
         self._acceptor: Acceptor | None = None
+        self._collections = FullCollections()
         self._drain_timeout = models.config.server_config.drain_timeout
         self._drain_until = math.inf
 
@@ -609,7 +621,6 @@ class _Server(uvicorn.Server):
     def _is_hurried(self) -> bool:
         return len(self._signals.endings) > 1
 
-        self._collections = FullCollections()
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
         config, shared = self._models.config.server_config, self._models.shared
@@ -626,6 +637,7 @@ class _Server(uvicorn.Server):
                 app_state=self.lifespan.state,
                 connection=connection,
                 turns=turns,
+                keys=self._keys,
                 probes=probes,
             )
 
@@ -636,6 +648,7 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         self._manager.beat()
+        self._collections.look()
         if self._tls is not None:
             self._tls.look()
         if self._signals.asks_reload:
@@ -648,7 +661,6 @@ class _Server(uvicorn.Server):
             # Lines of batches do not count as live requests: the next server continues with them.
             await self._batches.stop()
             if live := self._models.num_live:
-        self._collections.look()
                 _log.warning(
                     "new requests are refused; the server ends after its live requests (%d), in %g s at the latest, "
                     "or at another signal",

@@ -27,7 +27,7 @@ from server.errors import ApiError, Forbidden, InvalidApiKey, NotReady
 from server.ignored import HEADER as IGNORED_HEADER
 from server.ignored import IgnoredLog, collect, header_value
 from server.limits.connections import KeyShares
-from server.limits.keys import ApiKeys
+from server.limits.keys import ApiKeys, sent_keys
 from server.limits.owners import NO_QUOTAS, Owner
 from server.limits.owners import Scope as KeyScope
 from server.limits.quotas import QuotaMeter
@@ -42,7 +42,6 @@ _PROCESSING_HEADER = b"openai-processing-ms"
 _IGNORED_HEADER = IGNORED_HEADER.encode()
 _LOAD_HEADER = b"endpoint-load-metrics-format"
 """Request header of ORCA load reports: a router asks for the header `endpoint-load-metrics` in the answer."""
-_SCHEME = b"bearer "
 
 
 class RequestIdMiddleware:
@@ -91,8 +90,8 @@ class RequestIdMiddleware:
             try:
                 await self._app(scope, receive, answer.send)
             finally:
-                del scope["state"]["send_body"]  # It refers to the request, whose scope would be part of a cycle.
                 REQUEST_ID.reset(token)
+                del scope["state"]["send_body"]  # It refers to the request, whose scope would be part of a cycle.
                 status = answer.status if answer.status is not None and answer.complete else CLIENT_GONE
                 if trace is not None:
                     trace.end(status)
@@ -222,6 +221,10 @@ class OwnerMiddleware:
                 owner = await self._keyed_owner(scope, path) or owner
                 if needed is not None and needed not in owner.scopes:
                     raise _out_of_scope(path, needed, owner)
+                # `HttpProtocol` counts requests with an API key as served, all others only once they are accepted.
+                serve: Callable[[], ApiError | None] | None = scope.get("state", {}).get("serve")
+                if serve is not None and (refused := serve()) is not None:
+                    raise refused
                 if self._shares is not None and needed == "inference" and owner.key is not None:
                     # What ends work is never refused, since it gives connections back.
                     ends_work = scope["method"] == "DELETE" or path.endswith("/cancel")
@@ -244,7 +247,7 @@ class OwnerMiddleware:
     async def _keyed_owner(self, scope: Scope, path: str) -> Owner | None:
         """Return the owner of the request's key; None if it has no key and needs none. Raises `InvalidApiKey`
         and `NotReady`."""
-        keys = _sent_keys(scope)
+        keys = sent_keys(scope["headers"])
         refusal: ApiError = _refusal(keys)
         for key in keys:
             try:
@@ -289,17 +292,6 @@ def _audited(scope: Scope, path: str, owner: Owner, send: Send) -> Send:
         await send(message)
 
     return send_and_log
-
-
-def _sent_keys(scope: Scope) -> list[bytes]:
-    """Return the keys of the request, one of which must be valid: `Authorization: Bearer`, Anthropic's `x-api-key`.
-
-    An empty key stands for a header that is sent twice or has another scheme.
-    """
-    bearers = [value for name, value in scope["headers"] if name == b"authorization"]
-    named = [value for name, value in scope["headers"] if name == b"x-api-key"]
-    keys = [value[len(_SCHEME) :] if value[: len(_SCHEME)].lower() == _SCHEME else b"" for value in bearers]
-    return [values[0].strip() if len(values) == 1 else b"" for values in (keys, named) if values]
 
 
 def _refusal(keys: list[bytes]) -> InvalidApiKey:

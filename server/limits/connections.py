@@ -9,8 +9,8 @@ A connection is always in one of these phases, and may end in any of them.
 A connection is "served" from the last byte of its request to the end of the answer. Fewer connections may be served
 than open, so that the head of a probe (a request to `/health` and the like) can always be read. A served connection is
 not closed in favour of others while its client reads; a request beyond the bound gets an error. All other connections,
-those of probes too, are closed when too many are open: first the oldest one of the address that has the most.
-Connections that wait for this server, and not for their client, are spared.
+those of probes and of requests without an accepted key too, are closed when too many are open: first the oldest one of
+the address that has the most. Connections that wait for this server, and not for their client, are spared.
 """
 
 import asyncio
@@ -193,6 +193,7 @@ class Connection:
         "_check_interval",
         "_has_begun",
         "_has_pipelined",
+        "_is_free",
         "_is_half_closed",
         "_is_served",
         "_phase",
@@ -227,8 +228,8 @@ class Connection:
         """Time at which its phase began, and time since which it may be closed for others."""
         self._has_begun = False
         """Whether a byte of the head was received."""
-        self._is_probe = False
-        """Whether its request is a probe, which is not counted as served."""
+        self._is_free = False
+        """Whether its request is not counted as served, as a probe, or without an accepted key."""
         self._is_served = False
         """Whether it counts as a served connection."""
         self._body_bytes = 0
@@ -268,20 +269,27 @@ class Connection:
             self._table.forget(self)
             self._enter("head")
 
-    def begin_request(self, *, is_probe: bool) -> TooManyConnections | None:
-        """Note that the head of a request is complete. Returns the error if the request must be refused."""
+    def begin_request(self, *, is_free: bool) -> TooManyConnections | None:
+        """Note that the head of a request is complete. Returns the error if the request must be refused.
+
+        `is_free`: whether it does not count as served, unless `serve` is called.
+        """
         if not self.is_open:
             return None
         if self._phase != "answer":
-            self._is_probe = is_probe
-            refused = None if is_probe else self._table.refusal(self)
+            self._is_free = is_free
+            refused = None if is_free else self._table.refusal(self)
             if refused is None:
                 self._enter("body")
             return refused
         self._has_pipelined = True
         # A pipelined request: `end_answer` of the request before it sets the phase. If that one is a probe, this one
         # must be counted as served now: at `end_answer`, the application has already begun to work on it.
-        return None if is_probe else self._serve()
+        return None if is_free else self._serve()
+
+    def serve(self) -> TooManyConnections | None:
+        """Count a free request as served from now on. Returns the error if it must be refused."""
+        return self._serve() if self.is_open else None
 
     def received_body(self, num_bytes: int) -> None:
         """Note that bytes of a body were received."""
@@ -295,7 +303,7 @@ class Connection:
         if not self.is_open:
             return None
         if self._phase == "body":
-            refused = None if self._is_probe else self._serve()
+            refused = None if self._is_free else self._serve()
             if refused is not None:
                 return refused
             self._release_body()
@@ -316,7 +324,7 @@ class Connection:
             return
         self._release()
         if begun:
-            self._is_probe = False
+            self._is_free = False
             self._enter("body")
             return
         self._has_begun = False
@@ -339,6 +347,8 @@ class Connection:
             self.is_open = False
             self._release()
             self._table.closed(self)
+            # The protocol refers to this connection: without these references the two are no cycle.
+            self._transport = self._refuse = self._provoke_reset = self._abort = None
 
     def evict(self) -> None:
         """Close it at once, to make room for another connection."""
@@ -347,8 +357,6 @@ class Connection:
     # -- for `Connections` --------------------------------------------------------------------------------------
 
     @property
-            # The protocol refers to this connection: without these references the two are no cycle.
-            self._transport = self._refuse = self._provoke_reset = self._abort = None
     def is_receiving_body(self) -> bool:
         return self._phase == "body"
 
@@ -447,6 +455,7 @@ class Connection:
     def _end_as(self, reason: str) -> None:
         if self.is_open:
             self._table.note_closed(reason)
+            abort = self._abort
             self.close()
             if abort is not None:
                 abort()
@@ -455,7 +464,6 @@ class Connection:
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
-            abort = self._abort
     @property
     def _tcp_state(self) -> int:
         return self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]

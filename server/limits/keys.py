@@ -10,6 +10,7 @@ import hmac
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +22,8 @@ from server.limits.owners import AcceptedKey, Owner, digest_of
 from server.limits.tokens import TokenVerifier
 
 _log = logging.getLogger(__name__)
+
+_SCHEME = b"bearer "
 
 _RELOAD_SECONDS = 1.0
 """Seconds between two checks whether the key file has changed."""
@@ -97,6 +100,14 @@ class ApiKeys:
             return Owner.of_key(digest) if self._tokens is not None or not self else None
         return None if accepted.has_expired else accepted.owner
 
+    def known_owner(self, headers: Iterable[tuple[bytes, bytes]]) -> Owner | None:
+        """Return the owner of the first accepted key in a request's headers; None without one. Tokens do not count."""
+        for key in sent_keys(headers):
+            with suppress(InvalidApiKey):
+                if (owner := self.owner(key)) is not None:
+                    return owner
+        return None
+
     async def authenticate(self, key: bytes) -> Owner | None:
         """Return the owner of an API key or of a token; None if it is neither. Raises `InvalidApiKey` and
         `NotReady`."""
@@ -127,6 +138,20 @@ class ApiKeys:
         self._num_holders = self._count_holders()
         _log.info("api_key_file was read again; it holds %d keys", len(self._filed))
         return [] if self._filed == before else ["api_key_file"]
+
+
+def sent_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """Return the keys of a request, one of which must be valid: `Authorization: Bearer`, Anthropic's `x-api-key`.
+
+    An empty key stands for a header that is sent twice or has another scheme.
+    """
+    bearers, named = [], []
+    for name, value in headers:
+        if name == b"authorization":
+            bearers.append(value[len(_SCHEME) :] if value[: len(_SCHEME)].lower() == _SCHEME else b"")
+        elif name == b"x-api-key":
+            named.append(value)
+    return [values[0].strip() if len(values) == 1 else b"" for values in (bearers, named) if values]
 
 
 def _read_keys(file: Path) -> Mapping[str, AcceptedKey]:

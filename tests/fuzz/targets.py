@@ -45,6 +45,7 @@ from server.errors import BadRequest, InvalidApiKey
 from server.http import HttpProtocol, RequestTurns
 from server.limits.accounts import Accounts
 from server.limits.connections import ConnectionLimits, Connections
+from server.limits.keys import ApiKeys
 from server.limits.tokens import TokenVerifier
 from server.metrics import Metrics
 from server.parsing import registry
@@ -203,6 +204,7 @@ async def serve(stream: bytes, cuts: int) -> None:
             app_state={},
             connection=connection,
             turns=RequestTurns(),
+            keys=ApiKeys(),
             probes=(b"/livez",),
             _loop=loop,
         )

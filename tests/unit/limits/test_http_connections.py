@@ -5,6 +5,7 @@ Under uvloop, as the server runs.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -18,13 +19,16 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from server.http import MAX_HEAD_BYTES, HttpProtocol, RequestTurns
+from server import http
+from server.http import MAX_HEAD_BYTES, FullCollections, HttpProtocol, RequestTurns
 from server.limits.accounts import Accounts
 from server.limits.connections import Acceptor, Connection, ConnectionLimits, Connections
+from server.limits.keys import ApiKeys
 from server.metrics import Metrics
 from tests.unit.server.test_tls import make_certificate
 
@@ -46,6 +50,10 @@ class Application:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_requests += 1
         self.paths.append(scope["path"])
+        if (b"authorization", b"Bearer a.valid.token") in scope["headers"] and scope["state"]["serve"]() is not None:
+            await send({"type": "http.response.start", "status": 503, "headers": []})
+            await send({"type": "http.response.body"})
+            return
         length, more = 0, True
         while more and scope["path"] != "/unread":
             message = await receive()
@@ -113,13 +121,16 @@ class Client(NamedTuple):
 
 @asynccontextmanager
 async def serving(
-    limits: ConnectionLimits = LIMITS, tls: ssl.SSLContext | None = None, turns: RequestTurns | None = None
+    limits: ConnectionLimits = LIMITS,
+    tls: ssl.SSLContext | None = None,
+    turns: RequestTurns | None = None,
+    keys: ApiKeys | None = None,
 ) -> AsyncIterator[Edge]:
     application = Application()
     settings = uvicorn.Config(application, ws="none", lifespan="off", log_config=None, access_log=False)
     settings.load()
     state = ServerState()
-    clock, turns = [0.0], turns or RequestTurns()
+    clock, turns, keys = [0.0], turns or RequestTurns(), keys or ApiKeys()
     metrics = Metrics("test")
     connections = Connections(limits, Accounts(), metrics, lambda: time.monotonic() + clock[0])
 
@@ -130,6 +141,7 @@ async def serving(
             app_state={},
             connection=connection,
             turns=turns,
+            keys=keys,
             probes=(b"/livez",),
         )
 
@@ -610,6 +622,140 @@ async def test_requests_beyond_those_served_get_503_and_probes_are_answered() ->
         assert edge.application.num_requests == 26
         for client in silent:
             client.writer.close()
+
+
+def held_by(key: str) -> bytes:
+    return f"GET /held HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
+
+
+@run
+async def test_requests_without_an_accepted_key_take_no_slot_of_those_with_one() -> None:
+    """Also while they wait, for a turn or for the keys of a token's issuer; a token counts once it is verified."""
+    async with serving(LIMITS._replace(connections=16, per_address=16), keys=ApiKeys(["key"])) as edge:
+        unknown = [await edge.connect(held_by(each)) for each in ("unknown", "a.stalled.token")]
+        unknown.append(await edge.connect(GET.replace(b"/x", b"/held")))
+        await until(lambda: edge.application.num_requests == 3)
+        assert edge.connections._num_served == 0
+        accepted = [await edge.connect(held_by(each)) for each in ["key"] * 10 + ["a.valid.token"] * 2]
+        await until(lambda: edge.application.num_requests == 15)
+        assert edge.connections._num_served == 12
+        for key in ("key", "a.valid.token"):
+            refused = await edge.connect(held_by(key))
+            assert (await refused.until(b"\r\n")).startswith(b"HTTP/1.1 503")
+        edge.application.release.set()
+        for client in (*unknown, *accepted):
+            assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 200")
+        await until(lambda: edge.connections._num_served == 0)
+
+
+@run
+async def test_keys_take_turns_where_their_connections_have_one_address() -> None:
+    async with serving(LIMITS._replace(connections=200, per_address=200), keys=ApiKeys(["many", "one"])) as edge:
+        bodies = [held_by("many")] * 50 + [held_by("one").replace(b"/held", b"/x")]
+        clients = [socket.create_connection(("127.0.0.1", edge.port)) for _ in bodies]
+        await until(lambda: edge.num_accepted() == len(bodies))
+        for client, body in zip(clients, bodies, strict=True):
+            client.sendall(body)
+        await until(lambda: edge.application.num_requests == len(bodies))
+        assert edge.application.paths.index("/x") < 30
+        edge.application.release.set()
+        for client in clients:
+            client.close()
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "end", ["answered", "half a body", "no head", "left", "reset", "pipelined", "pipelined and left"]
+)
+def test_a_connection_leaves_nothing_to_garbage_collections(end: str) -> None:
+    """With waiting requests, full collections take too long, so that they do not happen: nothing may need them."""
+    sent = {"half a body": b"POST /x HTTP/1.1\r\nContent-Length: 9\r\n\r\n123", "no head": b"GET"}.get(end, GET)
+    if end in ("left", "reset", "pipelined and left"):
+        sent = GET.replace(b"/x", b"/held")
+
+    @run
+    async def ends() -> None:
+        async with serving() as edge:
+            for number in range(3):
+                edge.application.release.clear()
+                with socket.create_connection(("127.0.0.1", edge.port)) as client:
+                    client.sendall(sent * 3 if end.startswith("pipelined") else sent)
+                    client.setblocking(False)
+                    if sent is GET:
+                        await asyncio.get_running_loop().sock_recv(client, 1000)
+                    else:
+                        await until(lambda: all_begun(edge, 1))
+                    if end in ("left", "reset", "pipelined and left"):
+                        await until(lambda begun=number + 1: edge.application.num_requests == begun)
+                    if end in ("reset", "pipelined and left"):
+                        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                if end == "left":
+                    await until(edge.knows_half_closed)
+                    edge.application.release.set()
+                await until(lambda: not edge.state.connections and not edge.state.tasks)
+            await asyncio.sleep(0)
+            kinds = Counter(type(each).__name__ for each in gc.get_objects())
+            assert {kind: kinds[kind] for kind in ("HttpProtocol", "RequestResponseCycle", "Connection")} == {
+                "HttpProtocol": 0,
+                "RequestResponseCycle": 0,
+                "Connection": 0,
+            }
+
+    gc.collect()
+    gc.disable()
+    try:
+        ends()
+    finally:
+        gc.enable()
+
+
+def test_full_collections_happen_while_they_are_short_or_once_memory_has_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full: list[int] = []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            full.append(gc.get_count()[2])
+
+    thresholds, resident, now = gc.get_threshold(), [10**9], [0.0]
+    gc.freeze()
+    gc.callbacks.append(count)
+    try:
+        gc.set_threshold(50, 2, 2)
+        collections = FullCollections(lambda: now[0], lambda: resident[0])
+        monkeypatch.setattr(http, "_SHORT_OBJECTS", 20_000)
+        held: list[list[int]] = []
+
+        def hold(number: int) -> None:
+            held.extend([each] for each in range(number))
+            now[0] += 1000.0
+
+        hold(10_000)
+        assert not full, "the interpreter's own"
+        collections.look()
+        assert len(full) == 1
+        collections.look()
+        assert len(full) == 1, "none is due"
+        hold(40_000)
+        collections.look()
+        assert len(full) == 1, "it would be long"
+        resident[0] += 2**28
+        collections.look()
+        assert len(full) == 2, "the memory has grown"
+        hold(1000)
+        collections.look()
+        assert len(full) == 2, "it has not grown again"
+        held.clear()
+        hold(1000)
+        collections.look()
+        assert len(full) == 3
+    finally:
+        gc.callbacks.remove(count)
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 @run
