@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from engine.text.request_state import RequestDelta, RequestState
 from server.errors import ApiError
@@ -111,34 +111,26 @@ class EventStream(Response):
 
 
 class _Pings:
-    """Sends a ping repeatedly within the context."""
+    """Sends a ping repeatedly within the context, from a timer: most streams end before the first is due."""
 
     def __init__(self, ping: bytes, seconds: float, send: Send) -> None:
-        self._ping = ping
+        self._message: Message = {"type": "http.response.body", "body": ping, "more_body": True}
         self._seconds = seconds
         self._send = send
-        self._sending: asyncio.Task[None] | None = None
-        """The task that sends the latest ping. There is one only when a ping is due: most streams end earlier."""
 
     def __enter__(self) -> None:
-        self._schedule()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._ping)
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        if self._sending is not None:
-            self._sending.cancel()
-            self._sending = None
 
-    def _schedule(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._begin)
-
-    def _begin(self) -> None:
-        self._schedule()
-        if self._sending is None or self._sending.done():  # Otherwise the client reads nothing at present.
-            self._sending = asyncio.create_task(self._send_ping())
-
-    async def _send_ping(self) -> None:
-        await self._send({"type": "http.response.body", "body": self._ping, "more_body": True})
+    def _ping(self) -> None:
+        self.__enter__()
+        sending = self._send(self._message).__await__()
+        # A send that waits means that the client reads nothing at present, so that it needs no ping.
+        with suppress(StopIteration):
+            next(sending)
+            sending.close()
 
 
 class ChunkWriter:

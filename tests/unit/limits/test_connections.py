@@ -328,6 +328,17 @@ def test_next_to_a_key_that_takes_all_it_can_others_get_connections() -> None:
     assert takes(shares, Owner.of_key("light"))
 
 
+def test_few_of_many_connections_are_checked_at_once_and_all_in_a_pass() -> None:
+    """Checking a thousand in one round of the event loop would delay probes."""
+    edge = Edge(ConnectionLimits(connections=1000, per_address=1000))
+    peers = [edge.connect() for _ in range(250)]
+    edge.now += 11
+    for ended, remain in ((100, True), (200, True), (250, False)):
+        assert edge.table.sweep() is remain
+        assert sum(peer.is_aborted for peer in peers) == ended
+    assert edge.table.sweep() is False
+
+
 def test_requests_beyond_a_keys_share_are_in_the_log_like_connections_that_are_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -179,3 +179,30 @@ async def test_waiting_streams_have_two_tasks_and_end_when_their_clients_leave()
     await asyncio.wait(tasks)
     assert sorted(ended) == list(range(10))
     assert all(each.cancelled() or each.exception() is None for each in tasks)
+
+
+async def test_a_ping_waits_for_no_client_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is dropped: a task for each ping of thousands of streams would wait until the client reads."""
+    monkeypatch.setattr(sse, "_PING_SECONDS", 0.005)
+    num_pings, go_on, tasks = 0, asyncio.Event(), asyncio.all_tasks()
+
+    async def waits() -> AsyncGenerator[bytes, None]:
+        await go_on.wait()
+        yield b"data: 1\n\n"
+
+    async def send(message: Message) -> None:
+        nonlocal num_pings
+        if message.get("body") == PING:
+            num_pings += 1
+            if num_pings == 3:
+                go_on.set()
+            await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    response = EventStream(waits(), ping=PING)
+    await asyncio.wait_for(response({"type": "http", "method": "POST"}, receive, send), 60)
+    assert num_pings >= 3
+    assert asyncio.all_tasks() == tasks
