@@ -141,8 +141,12 @@ def _fits_metadata(value: dict[str, str]) -> dict[str, str]:
     if len(value) > _MAX_METADATA:
         raise rule(f"it may have at most {_MAX_METADATA} keys, and has {len(value)}")
     for key, text in value.items():
-        if len(key) > _MAX_KEY or len(text) > _MAX_VALUE:
-            raise rule(f"its keys may have at most {_MAX_KEY} characters and its values {_MAX_VALUE}")
+        if len(key) > _MAX_KEY:
+            raise rule(
+                f"its keys may have at most {_MAX_KEY} characters, and {key[:_SHOWN_CHARACTERS]}… has {len(key)}"
+            )
+        if len(text) > _MAX_VALUE:
+            raise rule(f"its values may have at most {_MAX_VALUE} characters, and that of {key} has {len(text)}")
     return value
 
 
@@ -156,7 +160,7 @@ Schema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
 """A JSON schema that the answer repeats."""
 
 Metadata: TypeAlias = Annotated[dict[str, str], FewFields, AfterValidator(_fits_metadata)]
-"""Keys and values that are stored with an object."""
+"""Keys and values for the client's own use, within OpenAI's limits."""
 
 StringOrStrings: TypeAlias = Annotated[
     Items[str],

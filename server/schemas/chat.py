@@ -21,6 +21,7 @@ from server.schemas.body import (
     FewFields,
     Ignored,
     Items,
+    Metadata,
     RequestModel,
     Unsupported,
     check_values,
@@ -603,7 +604,7 @@ class ChatCompletionRequest(SamplingFields):
 
     modalities: Items[Literal["text"]] | None = None
     store: Annotated[bool, Field(description=NO_CHANGE)] = False
-    metadata: Annotated[dict[str, str], FewFields, Field(description=NO_CHANGE)] | None = None
+    metadata: Annotated[Metadata, Field(description=NO_CHANGE)] | None = None
     prediction: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
     service_tier: Ignored | None = None
     safety_identifier: Ignored | None = None

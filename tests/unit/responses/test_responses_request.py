@@ -57,7 +57,7 @@ from tests.unit.responses_support import request_of
         ({"return_token_ids": 0}, "return_token_ids is 0; it must be false", "return_token_ids"),
         ({"background": True, "store": False}, "background is true; it needs store", None),
         ({"include": ["everything"]}, 'include[0] is "everything"', "include[0]"),
-        ({"metadata": {"k" * 65: ""}}, "its keys may have at most 64 characters", "metadata"),
+        ({"metadata": {"k" * 65: ""}}, "its keys may have at most 64 characters, and kkk", "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, "at most 16 keys, and has 17", "metadata"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0", "max_output_tokens"),
         ({"top_logprobs": 21}, "top_logprobs is 21", "top_logprobs"),

@@ -158,6 +158,8 @@ def test_a_wrong_completion_field_is_named_with_its_value_and_limit(
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set messages"),
         ({"audio": {}}, "audio", "audio is not supported"),
         ({"moderation": {"model": "m"}}, "moderation", "moderation is not supported"),
+        ({"metadata": {"k": "v" * 513}}, "metadata", "at most 512 characters, and that of k has 513"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "it may have at most 16 keys, and has 17"),
         ({"prompt": "Hi"}, "prompt", "prompt is not a known field"),
     ],
 )
