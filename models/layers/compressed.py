@@ -225,7 +225,7 @@ class PoolIndexer(EntryCache):
     ) -> torch.Tensor | None:
         """Return the positions that each token attends to, padded with -1, or None if it attends to all earlier ones.
 
-        # q, weights and made as `forward` returns them -> [tokens, num_pools * rate + rate - 1] int64
+        # q, weights and made as `forward` returns them -> [tokens, num_pools * rate + rate - 1] int32 or int64
         """
         del rotation
         context = get_forward_context()

@@ -178,14 +178,17 @@ class Index(NamedTuple):
 
 
 def tokens_of_pools(pools: torch.Tensor, seen: torch.Tensor, rate: int) -> torch.Tensor:
-    """Return the positions of the tokens of selected pools, and of those after each token's last complete pool.
+    """Return the positions of the tokens of selected pools, then of those after each token's last complete pool.
 
-    # [T, n], padded with -1, and [T] numbers of visible tokens -> [T, n * rate + rate - 1] int64, padded with -1
+    # [T, n] int32 or int64, padded with -1 at the end, and [T] numbers of visible tokens
+    # -> [T, n * rate + rate - 1] of the type of `pools`, padded with -1 at the end
     """
-    offsets = torch.arange(rate, device=pools.device)
-    inside = (pools.long()[..., None] * rate + offsets).masked_fill(pools[..., None] < 0, -1).flatten(1)
-    after = (seen // rate * rate)[:, None] + offsets[:-1]
-    return torch.cat((inside, after.masked_fill(after >= seen[:, None], -1)), 1)
+    offsets = torch.arange(pools.shape[1] * rate + rate - 1, dtype=pools.dtype, device=pools.device)
+    inside = pools.index_select(1, (offsets // rate).clamp(max=pools.shape[1] - 1)) * rate + offsets % rate
+    count = (pools >= 0).sum(1, keepdim=True, dtype=pools.dtype) * rate
+    seen = seen[:, None].to(pools.dtype)
+    after = seen // rate * rate + offsets - count
+    return torch.where(offsets < count, inside, torch.where(after < seen, after, -1))
 
 
 def attend(

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from models.ops.block_selection import BlockChoice, attend_decodes, attend_to_blocks
-from models.ops.compression import Index, StepRows, attend, attend_tokens, choose_entries, compress, tokens_of
+from models.ops.compression import (
+    Index,
+    StepRows,
+    attend,
+    attend_tokens,
+    choose_entries,
+    compress,
+    tokens_of,
+    tokens_of_pools,
+)
 from models.ops.types import AttentionOptions, KVCacheTensor, VectorCache
 from tests.parity.test_triton_latents import ints, pages, random
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
@@ -103,3 +112,17 @@ def test_tokens_of_a_row_see_one_more_each() -> None:
     tokens = tokens_of(torch.tensor([[4, 5], [6, 7]]), ints(9, 0), torch.arange(6), 3)
     assert tokens.seen.tolist() == [7, 8, 9, 0, 0, 0]
     assert tokens.tables.tolist() == [[4, 5]] * 3 + [[6, 7]] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_selected_pools_become_their_tokens_and_those_after_the_last_pool(dtype: torch.dtype) -> None:
+    pools = torch.tensor([[0, 2], [1, -1], [-1, -1], [-1, -1]], dtype=dtype)
+    found = tokens_of_pools(pools, torch.tensor([11, 6, 2, 0]), 3)
+    assert found.tolist() == [
+        [0, 1, 2, 6, 7, 8, 9, 10],
+        [3, 4, 5, -1, -1, -1, -1, -1],
+        [0, 1, -1, -1, -1, -1, -1, -1],
+        [-1] * 8,
+    ]
+    assert found.dtype is dtype
+    assert tokens_of_pools(pools, torch.tensor([11, 6, 2, 0]), 1).tolist() == pools.tolist()
