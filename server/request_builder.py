@@ -476,6 +476,8 @@ async def _grammar_with_tools(
         return await tool_grammar(answer_format, use, content, prompt_tail=prompt_tail, grammars=grammars)
     except CheckUnavailable as error:
         raise NotReady(f"the grammar of tools or response_format cannot be checked now: {error}") from error
+    except InvalidRequest as error:
+        raise BadRequest(str(error), param=error.param) from error
     except ValueError as error:
         raise BadRequest(str(error), param="tools" if use.tools else "response_format") from error
 

@@ -12,6 +12,7 @@ from itertools import chain
 
 from engine.sampling_params import ReasoningBudget
 from engine.text.chat_template import ChatTemplate
+from engine.text.io_processor import InvalidRequest
 from engine.text.structured.compiler import GrammarChecks
 from engine.text.structured.spec import GrammarSpec, InvalidGrammar, lark_of
 from engine.text.tokenizer import Tokenizer
@@ -351,8 +352,8 @@ async def tool_grammar(
 ) -> str | None:
     """Return the text for `SamplingParams.grammar`; None if nothing is to be enforced.
 
-    `content` is the grammar of content outside of calls; None means any text. Raises `ValueError` with a sentence that
-    names the tool whose schema cannot be enforced, and `CheckUnavailable`.
+    `content` is the grammar of content outside of calls; None means any text. Raises `InvalidRequest` for a tool whose
+    schema cannot be enforced, and `CheckUnavailable`.
     """
     functions = enforced_functions(use) if content is None else allowed_functions(use)
     if functions is None:
@@ -362,14 +363,15 @@ async def tool_grammar(
         try:
             await grammars.check(await grammars.write(lambda: _any_of(functions, use)))
         except InvalidGrammar as error:
-            raise (await _blamed(functions, use, grammars) or ValueError(f"{together}: {error}")) from error
+            blamed = await _blamed(functions, use, grammars)
+            raise blamed or InvalidRequest(f"{together}: {error}", "tools") from error
     text: str | None = await grammars.write(lambda: _text(answer_format, use, content, prompt_tail))
     if text is None:
         return None
     try:
         return await grammars.check(text)
     except InvalidGrammar as error:
-        raise ValueError(f"{together}: {error}") from error
+        raise InvalidRequest(f"{together}: {error}", "tools" if functions else "response_format") from error
 
 
 def _any_of(functions: Sequence[Function], use: ToolUse) -> str:
@@ -389,7 +391,7 @@ def _text(answer_format: AnswerFormat, use: ToolUse, content: str | None, prompt
     return answer_format.around_content(content, use, prompt_tail=prompt_tail)
 
 
-async def _blamed(functions: Sequence[Function], use: ToolUse, grammars: GrammarChecks) -> ValueError | None:
+async def _blamed(functions: Sequence[Function], use: ToolUse, grammars: GrammarChecks) -> InvalidRequest | None:
     """Return the error about the tool whose schema alone cannot be enforced; None if it is not found in time."""
     deadline = time.monotonic() + _BLAME_SECONDS
     for function, position in zip(functions, use.positions, strict=True):
@@ -402,5 +404,6 @@ async def _blamed(functions: Sequence[Function], use: ToolUse, grammars: Grammar
     return None
 
 
-def _refused(position: int, error: InvalidGrammar) -> ValueError:
-    return ValueError(f"tools[{position}].function.parameters cannot be followed: {error}")
+def _refused(position: int, error: InvalidGrammar) -> InvalidRequest:
+    path = f"tools[{position}].function.parameters"
+    return InvalidRequest(f"{path} cannot be followed: {error}", path)

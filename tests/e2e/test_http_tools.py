@@ -141,11 +141,15 @@ def test_an_unknown_parser_ends_the_start_with_a_sentence(start_server: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("fields", "param", "sentence"),
     [
-        ({"tools": [], "tool_choice": "required"}, "tool_choice asks for a call, and there are no tools"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "names the function 'f'; among the tools"),
-        ({"tools": [WEATHER, WEATHER]}, "holds two functions named get_weather"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "asks for a call, and there are no tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            "names the function 'f'; among the tools",
+        ),
+        ({"tools": [WEATHER, WEATHER]}, "tools", "holds two functions named get_weather"),
         (
             {
                 "tools": [
@@ -154,15 +158,17 @@ def test_an_unknown_parser_ends_the_start_with_a_sentence(start_server: Any) -> 
                 "tool_choice": "required",
             },
             "tools[0].function.parameters",
+            "tools[0].function.parameters cannot be followed",
         ),
     ],
 )
 def test_tools_that_make_no_sense_are_refused_in_words(
-    client: openai.OpenAI, fields: dict[str, Any], sentence: str
+    client: openai.OpenAI, fields: dict[str, Any], param: str, sentence: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, **fields)
     assert sentence in caught.value.message
+    assert caught.value.param == param
 
 
 def test_custom_tools_are_called_with_text_that_follows_their_grammar(client: openai.OpenAI) -> None:
