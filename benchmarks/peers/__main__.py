@@ -67,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ServerError as error:
             failures.append(str(error))
             _say(failures[-1])
-    _say(page.ratios([each for each in everyone if each.name in results.contestants()], results).markdown())
+    ratios = page.ratios([each for each in everyone if each.name in results.contestants()], results)
+    if ratios.rows:
+        _say(ratios.markdown())
     if not options.no_page:
         _write(options.page, name, described, everyone, results)
     for line in failures:
