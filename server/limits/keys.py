@@ -101,10 +101,14 @@ class ApiKeys:
         return None if accepted.has_expired else accepted.owner
 
     def known_owner(self, headers: Iterable[tuple[bytes, bytes]]) -> Owner | None:
-        """Return the owner of the first accepted key in a request's headers; None without one. Tokens do not count."""
+        """Return the owner of the first key in a request's headers that is accepted, or token that was verified
+        before; None without one."""
         for key in sent_keys(headers):
             with suppress(InvalidApiKey):
-                if (owner := self.owner(key)) is not None:
+                owner = self.owner(key)
+                if owner is None and self._tokens is not None:
+                    owner = self._tokens.known_owner(key)
+                if owner is not None:
                     return owner
         return None
 

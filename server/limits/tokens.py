@@ -11,9 +11,10 @@ import json
 import logging
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from engine.config.config import ServerConfig
 from engine.config.paths import read_small_file, why_unreadable
@@ -49,6 +50,9 @@ _MIN_PAUSE, _MAX_PAUSE = 10.0, 300.0
 """Seconds between two fetches, doubled by each failure: tokens with unknown key ids must not cause constant
 fetches."""
 
+_MAX_REMEMBERED = 4096
+"""Most tokens whose verification is remembered."""
+
 _MAX_WAITING = 4
 """Most requests that wait for a fetch. Anybody can send a token with an unknown key id, and each waiting request holds
 a connection of those that may be served."""
@@ -67,6 +71,8 @@ class KeySource:
         self._pause = _MIN_PAUSE
         self._fetching: asyncio.Task[None] | None = None
         self._num_waiting = 0
+        self.num_fetched = 0
+        """How often the keys were fetched."""
         if file is not None:
             try:
                 self._keys = _public_keys(read_small_file(file).encode())
@@ -77,22 +83,24 @@ class KeySource:
     async def key(self, id: str | None) -> "PyJWK | None":
         """Return the key with this id; without an id, the only key. Fetches the keys if they are old or lack this
         one. Raises `NotReady` if many requests wait for a fetch already."""
+        self.renew()  # Meanwhile an old key is used: the issuer's server may be slow, or down.
         known = self._find(id)
-        if self._url is not None:
-            is_old = self._fetched_at is None or self._clock() - self._fetched_at > _FRESH_SECONDS
-            if known is None or is_old:
-                fetching = self._fetch_unless_too_soon()
-                # Meanwhile an old key is used: the issuer's server may be slow, or down.
-                if known is None and fetching is not None:
-                    if self._num_waiting >= _MAX_WAITING:
-                        raise NotReady("the keys of tokens are being fetched from their issuer; try again in a moment")
-                    self._num_waiting += 1
-                    try:
-                        await asyncio.shield(fetching)
-                    finally:
-                        self._num_waiting -= 1
-                    known = self._find(id)
+        if known is None and self._url is not None and (fetching := self._fetch_unless_too_soon()) is not None:
+            if self._num_waiting >= _MAX_WAITING:
+                raise NotReady("the keys of tokens are being fetched from their issuer; try again in a moment")
+            self._num_waiting += 1
+            try:
+                await asyncio.shield(fetching)
+            finally:
+                self._num_waiting -= 1
+            known = self._find(id)
         return known
+
+    def renew(self) -> None:
+        """Begin to fetch the keys if they are old, and have a URL."""
+        is_old = self._fetched_at is None or self._clock() - self._fetched_at > _FRESH_SECONDS
+        if self._url is not None and is_old:
+            self._fetch_unless_too_soon()
 
     async def prepare(self) -> None:
         """Fetch the keys if they have a URL, so that the first tokens need not wait."""
@@ -127,6 +135,7 @@ class KeySource:
         else:
             self._pause = _MIN_PAUSE
             self._fetched_at = self._clock()
+            self.num_fetched += 1
         finally:
             self._next_fetch = self._clock() + self._pause
             self._fetching = None
@@ -165,6 +174,16 @@ def _public_keys(content: bytes) -> "dict[str | None, PyJWK]":
     return keys
 
 
+class _Verified(NamedTuple):
+    """A verified token."""
+
+    owner: Owner
+    ends: float
+    """Time since 1970 at which it expires."""
+    num_fetched: int
+    """`KeySource.num_fetched` when it was verified: a later set may lack its key."""
+
+
 class TokenVerifier:
     """Checks tokens of one issuer."""
 
@@ -172,6 +191,8 @@ class TokenVerifier:
         self._issuer = issuer
         self._audience = audience
         self._keys = keys
+        self._verified: OrderedDict[bytes, _Verified] = OrderedDict()
+        """Verified tokens by their digests, the latest last."""
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self | None:
@@ -206,11 +227,21 @@ class TokenVerifier:
         """Fetch the issuer's keys. A failure is logged, and the first token tries again."""
         await self._keys.prepare()
 
+    def known_owner(self, token: bytes) -> Owner | None:
+        """Return the owner of a token that was verified before, and is still valid; else None."""
+        verified = self._verified.get(hashlib.sha256(token).digest())
+        if verified is None or verified.num_fetched != self._keys.num_fetched or verified.ends <= time.time():
+            return None
+        return verified.owner
+
     async def owner(self, token: bytes) -> Owner:
         """Verify a token and return its subject as the owner. Raises `InvalidApiKey`, and `NotReady` while keys are
         fetched."""
         import jwt
 
+        if (known := self.known_owner(token)) is not None:
+            self._keys.renew()
+            return known
         if len(token) > _MAX_TOKEN_BYTES:
             raise _refused(f"it has {len(token)} bytes; it may have at most {_MAX_TOKEN_BYTES}")
         try:
@@ -221,6 +252,7 @@ class TokenVerifier:
         if algorithm not in ALGORITHMS:
             raise _refused(f"it is signed with {str(algorithm)[:20]!r}; this server takes {', '.join(ALGORITHMS)}")
         key = await self._keys.key(id)
+        num_fetched = self._keys.num_fetched
         if key is None:
             raise _refused("its key (kid) is not one of the issuer's")
         if key.algorithm_name != algorithm and not (key.key_type == "RSA" and algorithm[:2] in ("RS", "PS")):
@@ -239,7 +271,12 @@ class TokenVerifier:
             raise _refused(str(error)) from error
         except (ValueError, TypeError, RecursionError) as error:
             raise _refused("it cannot be read") from error
-        return self._owner(claims)
+        owner = self._owner(claims)
+        ends = int(claims["exp"]) + _LEEWAY_SECONDS
+        self._verified[hashlib.sha256(token).digest()] = _Verified(owner, ends, num_fetched)
+        if len(self._verified) > _MAX_REMEMBERED:
+            self._verified.popitem(last=False)
+        return owner
 
     def _owner(self, claims: dict[str, Any]) -> Owner:
         subject: str = claims["sub"]

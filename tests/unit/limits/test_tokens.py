@@ -344,6 +344,38 @@ async def test_few_requests_wait_for_an_issuer_that_stalls_and_none_with_a_known
     assert await source.is_accepted(token(OTHER_KEY, id="new"))
 
 
+async def test_a_verified_token_is_known_until_it_expires_or_keys_are_fetched_without_its_own(
+    key_server: KeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source(key_server)
+    keys, given = ApiKeys(tokens=source.verifier), token()
+    headers = [(b"authorization", b"Bearer " + given)]
+    assert keys.known_owner(headers) is None
+    owner = await keys.authenticate(given)
+    assert owner is not None
+    assert keys.known_owner(headers) == owner
+    assert keys.known_owner([(b"authorization", b"Bearer " + given[:-1])]) is None
+    with monkeypatch.context() as later:
+        later.setattr(tokens, "time", SimpleNamespace(time=lambda: time.time() + 10**6))
+        assert keys.known_owner(headers) is None
+    key_server.content = json.dumps({"keys": [public(OTHER_KEY, "new")]}).encode()
+    source.now += 700
+    assert await keys.authenticate(given) == owner, "old keys are used while new ones are fetched"
+    await source.settle()
+    assert keys.known_owner(headers) is None
+    with pytest.raises(InvalidApiKey):
+        await keys.authenticate(given)
+
+
+async def test_few_verified_tokens_are_remembered(key_server: KeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_MAX_REMEMBERED", 3)
+    source = Source(key_server)
+    given = [token(sub=f"subject{each}") for each in range(5)]
+    for each in given:
+        assert await source.is_accepted(each)
+    assert [source.verifier.known_owner(each) is not None for each in given] == [False] * 2 + [True] * 3
+
+
 async def test_a_server_takes_tokens_over_http_and_answers_by_their_scopes(file: Path) -> None:
     config = ServerConfig(jwt_issuer=ISSUER, jwt_audience=AUDIENCE, jwt_jwks_file=str(file))
     core = SimpleNamespace(ready=None, failure=None, serving=(), local_pids=(None,))
