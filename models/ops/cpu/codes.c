@@ -9,7 +9,6 @@
 #include "vectors.h"
 
 #define ONE_ROW_PANELS 2 /* panels that one row is multiplied by together where a processor reads one stream fastest */
-#define NEAR_STEPS 4     /* steps of a panel, 8 KiB of numbers, that rows are multiplied by at once */
 /* Where numbers are scaled: */
 #define SIDE_STEPS 2     /* of each of several panels */
 #define MORE_STEPS 64    /* 128 KiB for more rows, whose sums are then read and written less often */
@@ -29,6 +28,7 @@ struct place {
     enum isa isa;
     struct numbers numbers;
     struct staged staged;
+    int is_large;  /* whether the output is too large to be read again from a cache */
     float *totals; /* [rows][groups] of staged rows, where `has_zeros` */
     int has_zeros; /* whether zero points or a bias are multiplied by these */
     bf16 *columns; /* [steps][16 pairs][rows][2], up to 16 rows as `add_columns` takes them; or NULL */
@@ -229,7 +229,8 @@ static void multiply_panels(const struct linear *op, const struct codes *codes, 
         if (has_columns) multiply_columns(at, codes, &panels, count);
         else multiply_near(at, codes, &panels, count);
         for (int64_t i = 0; i < made; i++)
-            finish_panel(op, at->products, at->bench->sums + i * count * PANEL, first, count, (panel + i) * PANEL, 0);
+            finish_panel(op, at->products, at->bench->sums + i * count * PANEL, first, count, (panel + i) * PANEL,
+                         at->is_large);
     }
 }
 
@@ -246,8 +247,10 @@ void coded_linear(const void *arguments, const struct step *step, struct worker 
     const struct cut cut =
         cut_product(rows, rows_to_stage(inputs), bytes_of_panel(&coded->codes, inputs), panels, worker->threads);
     struct place at = prepare(worker, &coded->codes, inputs);
+    at.is_large = rows > FEW_ROWS;
     for (struct share share; take_share(&cut, worker, &share);)
         multiply_panels(&coded->linear, &coded->codes, &at, share.first, share.count, share.panel, share.past);
+    if (at.is_large) settle_rounded();
 }
 
 /* Tasks: panels. Nothing where the step's rows are few. */

@@ -80,24 +80,22 @@ TARGET INLINE void NAME(find_factors)(const struct coded_part *part, const char 
 }
 
 /* Scale a vector of a group's sums, and add it to all sums. */
-TARGET INLINE void NAME(add_scaled)(const struct coded_part *part, const struct NAME(factors) *by, NAME(floats) found,
-                                    const float *total, float *sums, int v) {
+TARGET INLINE void NAME(add_scaled)(NAME(floats) scales, NAME(floats) found, float *to) {
     NAME(floats) sum;
-    if (part->has_zeros) found -= by->zeros[v] * *total;
-    memcpy(&sum, sums + v * WIDTH, sizeof sum);
-    sum += found * by->scales[v];
-    memcpy(sums + v * WIDTH, &sum, sizeof sum);
+    memcpy(&sum, to, sizeof sum);
+    sum += found * scales;
+    memcpy(to, &sum, sizeof sum);
 }
 
-/* Rows times stored numbers, for some vectors of outputs from `first` on. */
-TARGET INLINE void NAME(add_outputs)(const struct coded_part *part, const char *x, int64_t row, int64_t stride, int rows,
-                                     int first) {
-    const struct codes *codes = part->codes;
+/* Rows times stored numbers, for some vectors of outputs from `first` on. `by`: of each group of the part. */
+TARGET INLINE void NAME(add_outputs)(const struct coded_part *part, const struct NAME(factors) *by, const char *x,
+                                     int64_t row, int64_t stride, int rows, int first) {
     const bf16 *weight = part->numbers + first * WIDTH / LANES * TILE + first * WIDTH % LANES * 2;
-    const char *header = part->header, *ahead = part->ahead;
-    const float *totals = part->totals + row * part->groups;
-    float *sums = part->sums + row * PANEL, *of_group = part->of_group + row * PANEL;
-    int64_t left = part->steps, begun = part->begun, in_group = codes->group / DEPTH;
+    const char *ahead = part->ahead;
+    const int64_t groups = part->groups, in_group = part->codes->group / DEPTH;
+    const float *totals = part->has_zeros ? part->totals + row * groups : NULL;
+    float *sums = part->sums + row * PANEL + first * WIDTH, *of_group = part->of_group + row * PANEL;
+    int64_t left = part->steps, begun = part->begun;
     NAME(floats) s[ROWS][AT_ONCE];
     while (left > 0) {
         for (int r = 0; r < rows; r++)
@@ -127,30 +125,42 @@ TARGET INLINE void NAME(add_outputs)(const struct coded_part *part, const char *
                     memcpy(of_group + r * PANEL + (first + v) * WIDTH, &s[r][v], sizeof s[r][v]);
             continue;
         }
-        struct NAME(factors) by;
-        NAME(find_factors)(part, header, &by);
+        NAME(floats) scales[AT_ONCE];
+        memcpy(scales, by->scales + first, sizeof scales);
+        float *to = sums;
+        __asm__("" : "+r"(to)); /* The compiler would keep the addresses of all sums in memory. */
+        if (totals) {
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < AT_ONCE; v++) s[r][v] -= by->zeros[first + v] * totals[r * groups];
+            totals++;
+        }
         for (int r = 0; r < rows; r++)
-            for (int v = 0; v < AT_ONCE; v++)
-                NAME(add_scaled)(part, &by, s[r][v], totals + r * part->groups, sums + r * PANEL, first + v);
-        header += bytes_of_group(codes), totals++, begun = 0;
+            for (int v = 0; v < AT_ONCE; v++) NAME(add_scaled)(scales[v], s[r][v], to + r * PANEL + v * WIDTH);
+        by++, begun = 0;
     }
 }
 
 /* A function for each number of rows, whose outputs are compile-time constants. */
-#define ADD_ROWS(rows)                                                                                               \
-    TARGET static void NAME(add_rows##rows)(const struct coded_part *part, const char *x, int64_t row, int64_t stride) { \
-        for (int first = 0; first < VECTORS; first += AT_ONCE)                                                       \
-            NAME(add_outputs)(part, x, row, first ? 0 : stride, rows, first);                                        \
+#define ADD_ROWS(rows)                                                                                            \
+    TARGET static void NAME(add_rows##rows)(const struct coded_part *part, const struct NAME(factors) *by,        \
+                                            const char *x, int64_t row, int64_t stride) {                         \
+        for (int first = 0; first < VECTORS; first += AT_ONCE)                                                    \
+            NAME(add_outputs)(part, by, x, row, first ? 0 : stride, rows, first);                                 \
     }
 UP_TO(ROWS, ADD_ROWS)
 #define ADDER(rows) NAME(add_rows##rows),
 
-typedef void NAME(rows_adder)(const struct coded_part *part, const char *x, int64_t row, int64_t stride);
+typedef void NAME(rows_adder)(const struct coded_part *part, const struct NAME(factors) *by, const char *x, int64_t row,
+                              int64_t stride);
 
-static void NAME(add_numbers)(const struct coded_part *part, int64_t rows) {
+TARGET static void NAME(add_numbers)(const struct coded_part *part, int64_t rows) {
     static NAME(rows_adder) *const adders[ROWS] = {UP_TO(ROWS, ADDER)};
+    struct NAME(factors) by[NEAR_STEPS];
+    int64_t groups = parts(part->begun + part->steps, part->codes->group / DEPTH);
+    for (int64_t group = 0; group < groups; group++)
+        NAME(find_factors)(part, part->header + group * bytes_of_group(part->codes), &by[group]);
     for (int64_t row = 0; row < rows; row += ROWS)
-        adders[min64(ROWS, rows - row) - 1](part,
+        adders[min64(ROWS, rows - row) - 1](part, by,
                                             part->x + (row / LANES * part->all * TILE + row % LANES * DEPTH) *
                                                           STAGED_BYTES(PAIRS),
                                             row, row ? 0 : part->stride);
@@ -180,8 +190,10 @@ TARGET INLINE void NAME(add_panels)(const struct coded_part *part, int rows, int
     const struct codes *codes = part->codes;
     const int64_t of_step = bytes_of_codes(kind), of_tile = of_step / 2, apart = part->apart;
     const char *header = part->header, *x = part->x, *end = header + apart;
-    int64_t left = part->steps, in_group = codes->group / DEPTH;
-    for (int64_t group = 0; left > 0; group++) {
+    const float *totals = part->has_zeros ? part->totals : NULL;
+    float *sums = part->sums;
+    int64_t left = part->steps, in_group = codes->group / DEPTH, groups = part->groups;
+    while (left > 0) {
         NAME(floats) s[CODE_ROWS][PANELS][VECTORS];
         for (int r = 0; r < rows; r++)
             for (int p = 0; p < panels; p++)
@@ -219,11 +231,14 @@ TARGET INLINE void NAME(add_panels)(const struct coded_part *part, int rows, int
         for (int p = 0; p < panels; p++) {
             struct NAME(factors) by;
             NAME(find_factors)(part, header + p * apart, &by);
+            if (totals)
+                for (int r = 0; r < rows; r++)
+                    for (int v = 0; v < VECTORS; v++) s[r][p][v] -= by.zeros[v] * totals[r * groups];
             for (int r = 0; r < rows; r++)
                 for (int v = 0; v < VECTORS; v++)
-                    NAME(add_scaled)(part, &by, s[r][p][v], part->totals + r * part->groups + group,
-                                     part->sums + (p * rows + r) * PANEL, v);
+                    NAME(add_scaled)(by.scales[v], s[r][p][v], sums + (p * rows + r) * PANEL + v * WIDTH);
         }
+        if (totals) totals++;
         header = at;
     }
 }
