@@ -8,7 +8,6 @@
 #include "codes.h"
 #include "vectors.h"
 
-#define ONE_ROW_PANELS 2 /* panels that one row is multiplied by together where a processor reads one stream fastest */
 /* Where numbers are scaled: */
 #define SIDE_STEPS 2     /* of each of several panels */
 #define MORE_STEPS 64    /* 128 KiB for more rows, whose sums are then read and written less often */
@@ -172,12 +171,13 @@ static void multiply_near(const struct place *at, const struct codes *codes, con
     (at->numbers.is_scaled ? multiply_scaled : multiply_unscaled)(at, codes, panels, rows);
 }
 
-/* How many panels a number of rows is multiplied by together. */
-static int64_t panels_at_once(const struct place *at, int64_t rows) {
+/* How many panels a number of rows is multiplied by together. Where a processor reads one stream fastest, one row by 4
+ * bits takes two: with one, a product would wait for the sum of the one before. */
+static int64_t panels_at_once(const struct place *at, int64_t kind, int64_t rows) {
     if (at->columns && rows <= LANES) return COLUMN_PANELS;
     if (at->numbers.is_scaled) return at->products->side_panels(rows);
     if (rows > 1 || !at->numbers.add_codes) return 1;
-    return reads_one_stream() ? ONE_ROW_PANELS : at->numbers.panels;
+    return !reads_one_stream() ? at->numbers.panels : kind < INT8 ? 2 : 1;
 }
 
 /* Staged rows, 16 at most, to columns. */
@@ -219,7 +219,7 @@ static void multiply_panels(const struct linear *op, const struct codes *codes, 
     }
     at->staged.first = first;
     int has_columns = at->columns && count <= LANES;
-    int64_t at_once = panels_at_once(at, count);
+    int64_t at_once = panels_at_once(at, codes->code_kind, count);
     if (has_columns) prepare_columns(at->isa, count);
     else prepare_rows(at->isa, count);
     for (int64_t made; panel < past; panel += made) {
