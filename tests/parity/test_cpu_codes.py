@@ -1,4 +1,4 @@
-"""Quantised checkpoints on a CPU: computed as stored, bit for bit like their dequantised bfloat16 weights."""
+"""Quantised checkpoints on a CPU: computed as stored, by AMX bit for bit like their dequantised weights."""
 
 from collections.abc import Iterator
 from functools import partial
