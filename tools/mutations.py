@@ -497,8 +497,8 @@ _QUANTISATION = (
     ),
     Mutation(
         "quantisation/c-int4-zero-not-subtracted",
-        "if (part->has_zeros) found -= by->zeros[v] * *total;",
-        "if (part->has_zeros) found -= 0 * *total;",
+        "s[r][v] -= by->zeros[first + v] * totals[r * groups];",
+        "s[r][v] -= 0 * totals[r * groups];",
         ("parity/test_cpu_codes.py",),
     ),
     Mutation(
