@@ -194,7 +194,7 @@ _FP8_NAN = 0x7F
 class CodedWeight(PackedWeight):
     """Codes, scales and zero points of a quantised checkpoint, see codes.h. The first rows determine the form.
 
-    By AMX, products are bit for bit those of the dequantised bfloat16 weight; by other instruction sets within rounding.
+    By AMX, products are bit for bit those of the dequantised bfloat16 weight; on other paths within rounding.
     """
 
     operators: ClassVar = WeightOperators(
