@@ -33,6 +33,7 @@ _OK, _FAILED, _BAD_USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 done, 1 failed, 2 bad usage, 130 interrupted."""
+    _open_standard_streams()
     command, *arguments = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     try:
         return _COMMANDS.get(command, _unknown)(arguments, command)
@@ -43,6 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         # fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
+
+
+def _open_standard_streams() -> None:
+    """Open `/dev/null` for each standard stream that is closed.
+
+    Otherwise sockets would get these descriptors, and engine processes would use them as their standard streams.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # The lowest free descriptor is this one.
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
 def _serve(arguments: list[str], command: str) -> int:

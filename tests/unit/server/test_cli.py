@@ -50,6 +50,18 @@ def test_help_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[
     assert set(shells.split(", ")) == set(shtab.SUPPORTED_SHELLS)
 
 
+def test_closed_standard_streams_are_opened_for_it_and_its_processes() -> None:
+    check = (
+        "import os; raise SystemExit(any(os.readlink(f'/proc/self/fd/{each}') != '/dev/null' for each in range(3)))"
+    )
+    code = (
+        "import subprocess, sys; from server.cli import main; "
+        f"raise SystemExit(main(['--version']) or subprocess.call([sys.executable, '-c', {check!r}]))"
+    )
+    done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code], check=False)
+    assert done.returncode == 0
+
+
 def test_an_unknown_command_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serv"]) == 2
     assert capsys.readouterr().err == "kaon: serv is not a command; did you mean serve?\n"
