@@ -1,6 +1,6 @@
 """A rolling update as by a Deployment: no request fails, and no stream is cut.
 
-The new server becomes ready and joins the list of endpoints; the old one leaves the list, gets SIGTERM, completes its
+The new server, once it is ready, joins the list of endpoints; the old one leaves the list, gets SIGTERM, completes its
 streams and ends. A proxy of connections represents the Service, as kube-proxy does.
 """
 
@@ -81,7 +81,9 @@ def streamed(url: str, prompt: str) -> str:
 
 
 def test_an_update_fails_no_request_and_cuts_no_stream(start_server: StartServer, service: Service) -> None:
-    old = start_server(server_config={"drain_timeout": 100}).ready()
+    old, new = (start_server(server_config={"drain_timeout": 100}) for _ in range(2))
+    old.ready()
+    new.ready()
     expected = {prompt: streamed(old.url, prompt) for prompt in PROMPTS}
     service.endpoints = (old.port,)
     ended = threading.Event()
@@ -108,7 +110,6 @@ def test_an_update_fails_no_request_and_cuts_no_stream(start_server: StartServer
     for client in clients:
         client.start()
     try:
-        new = start_server(server_config={"drain_timeout": 100}).ready()
         with httpx.stream("POST", f"{service.url}/v1/completions", json=ENDLESS, timeout=100) as response:
             chunks = response.iter_bytes()
             assert next(chunks)
