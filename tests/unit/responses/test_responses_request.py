@@ -58,6 +58,7 @@ from tests.unit.responses_support import request_of
         ({"background": True, "store": False}, "background is true; it needs store", None),
         ({"include": ["everything"]}, 'include[0] is "everything"', "include[0]"),
         ({"metadata": {"k" * 65: ""}}, "its keys may have at most 64 characters, and kkk", "metadata"),
+        ({"metadata": {"k": "x" * 513}}, "its values may have at most 512 characters, and that of k has", "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, "at most 16 keys, and has 17", "metadata"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0", "max_output_tokens"),
         ({"top_logprobs": 21}, "top_logprobs is 21", "top_logprobs"),
