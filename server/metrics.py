@@ -415,9 +415,12 @@ class Metrics:
     async def page(self) -> bytes:
         """Render the metrics, including all events before this call.
 
-        All waiting calls share the next rendering. Rendering takes a fifth of the time, or more if one rendering takes
-        over 12 ms, so a client that requests the metrics continuously does not block the event loop.
+        A call renders at once if a rendering is due: each round of the event loop could take tens of milliseconds.
+        Calls that must wait share the next rendering. Rendering takes a fifth of the time, or more if one rendering
+        takes over 12 ms, so a client that requests the metrics continuously does not block the event loop.
         """
+        if self._page is None and time.monotonic() >= self._next_page_at:
+            return self._render_timed()
         if self._page is None:
             self._page = asyncio.create_task(self._render_when_due())
         reader: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -428,23 +431,27 @@ class Metrics:
         await asyncio.sleep(self._next_page_at - time.monotonic())
         # Later calls wait for the next rendering.
         self._page, readers, self._readers = None, self._readers, []
-        # CPU time of this thread: time that it waits for a processor does not count.
-        began = time.thread_time()
         try:
-            text = self.render()
+            text = self._render_timed()
         except Exception as error:
             for reader in readers:
                 if not reader.done():
                     reader.set_exception(error)
             raise
-        wait = (_PAGE_PARTS - 1) * (time.thread_time() - began)
-        self._next_page_at = time.monotonic() + min(wait, _MOST_PAGE_SECONDS)
         # The newest first, so that a probe does not wait for the answers of a client that asked many times at once.
         for number, reader in enumerate(reversed(readers)):
             if number and not number % _ANSWERED_AT_ONCE:
                 await asyncio.sleep(0)
             if not reader.done():  # A future is done if its client has disconnected.
                 reader.set_result(text)
+
+    def _render_timed(self) -> bytes:
+        # CPU time of this thread: time that it waits for a processor does not count.
+        began = time.thread_time()
+        text = self.render()
+        wait = (_PAGE_PARTS - 1) * (time.thread_time() - began)
+        self._next_page_at = time.monotonic() + min(wait, _MOST_PAGE_SECONDS)
+        return text
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
