@@ -98,6 +98,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 )
 def test_the_proofs_of_verify_hold(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "COMPANY", 4)
+    monkeypatch.setattr(verify, "_PREEMPTING", 6)
     monkeypatch.setattr(verify, "_TOKENS", 4)
     monkeypatch.setattr(verify, "_LENGTHS", (3, 40))
     if form == "dense":
