@@ -5,6 +5,7 @@
 
 import argparse
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -166,4 +167,6 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    # Stopped servers must not outlive this process: the exit leaves every `with`.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())
