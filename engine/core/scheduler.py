@@ -282,8 +282,8 @@ class Scheduler:
         step = StepBuilder(self.limits.num_tokens, self.mtp_k)
         may_admit = self._passed_delay(now)
         if self.step_budget is not None:
-            self.step_budget.begin_step(self._owners(), now)
             self._shares.set_time(now)
+            self.step_budget.begin_step(self._owners(), self._shares.least_recent, now)
         if self.mixed or self.step_budget is not None:
             if self._schedule_decodes(step):
                 self._schedule_prefills(step, may_admit, blocked)

@@ -4,7 +4,8 @@
 
     one owner, only prompts               4 x bound, at most 66 x the fixed cost of a step
     one owner, prompts next to decodes    1.5 x bound, at most 33 x the fixed cost
-    several owners                        1 x bound, at most 10 x the fixed cost
+    several owners, served alike          1 x bound, at most 33 x the fixed cost
+    several owners, some served less      1 x bound, at most 10 x the fixed cost
 
 The bound is `max_step_seconds`. The fixed cost of a step is its time before the first token. It is small in small
 models, so that steps of several owners take a few milliseconds, and about a tenth of the bound in large models.
@@ -32,9 +33,9 @@ _ALONE_AFTER_SECONDS = 30.0
 _LEAST_PROMPTS, _LEAST_PROMPTS_MIXED = 0.5, 0.25
 """Least time of prompts in each step, in units of the bound, however long its decodes take; the second under
 `mixed`."""
-_ALONE_PROMPTS_COSTS, _ALONE_DECODING_COSTS, _SHARED_COSTS = 66.0, 33.0, 10.0
-"""Most time of a step in units of its fixed cost, in the same three cases. The fixed cost is then 1.5 % of the step, 3
-% if streams of one owner wait, and a tenth if owners share the device."""
+_ALONE_PROMPTS_COSTS, _ALONE_DECODING_COSTS, _ALIKE_COSTS, _SHARED_COSTS = 66.0, 33.0, 33.0, 10.0
+"""Most time of a step in units of its fixed cost, in the same four cases. The fixed cost is then 1.5 % of the step, 3
+% if streams of one owner or of owners that are served alike wait, and a tenth if some owner is served less."""
 _LEAST = 0.005
 """Seconds below which steps are not shortened: the scheduler and the messages cost time too."""
 _MOST_GROWTH = 8.0
@@ -150,8 +151,12 @@ class StepBudget:
         """Update the model with the duration of a step."""
         self._model.note(batch, seconds)
 
-    def begin_step(self, owners: Collection[str], now: float) -> None:
-        """Compute the bound of the step that is scheduled now. `owners` are the owners with sequences."""
+    def begin_step(self, owners: Collection[str], least_service: float, now: float) -> None:
+        """Compute the bound of the step that is scheduled now. `owners` are the owners with sequences.
+
+        `least_service` is the least recent service of an owner that was served lately. If it is that of a light owner,
+        steps are short. They are also short where a light owner that comes could have no interposed step.
+        """
         if len(owners) > 1:
             self._alone_from = now + _ALONE_AFTER_SECONDS
         self._is_alone = now >= self._alone_from
@@ -161,6 +166,8 @@ class StepBudget:
         bound = self._max_seconds
         if self._grows:
             bound = max(bound, min(shared, _MOST_GROWTH * bound))
+        if self._max_interposed_tokens and least_service > _MOST_SERVICE:
+            shared = _ALIKE_COSTS * self._fixed
         self._bound = bound if self._is_alone else min(bound, max(shared, _LEAST))
         passed = max(0.0, now - self._allowed_until)
         self._allowance = min(self._allowance + _INTERPOSED_SHARE * passed, _MOST_INTERPOSED * self._fixed)

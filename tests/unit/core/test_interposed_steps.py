@@ -147,7 +147,7 @@ def test_a_short_prompt_of_an_owner_served_no_more_than_the_mean_is_added_whole_
 ) -> None:
     """The decodes of others leave only the time of a chunk in each step of a small model."""
     made = engine_of_ten_owners(0.00006)
-    monkeypatch.setattr(made.scheduler._shares, "recent", lambda owner: service)
+    monkeypatch.setattr(made.scheduler._shares, "recent", lambda owner: service if owner == "light" else 0.5)
     made.steps.clear()
     made.interposed.clear()
     light = made.add(120, 1, owner="light", at=made.now)
@@ -205,7 +205,7 @@ def test_prompts_that_are_added_to_a_step_and_those_interposed_in_it_share_its_t
     made = loaded_engine(max_step_seconds=0.008)
     budget = made.scheduler.step_budget
     assert budget is not None
-    budget.begin_step(["heavy", "light"], made.now)
+    budget.begin_step(["heavy", "light"], 0.0, made.now)
     free, most = budget.interposed_step(512).seconds, budget.seconds_to_add(0.0)
     budget.note_added(0.75 * most)
     assert budget.interposed_step(512).seconds == pytest.approx(free - 0.75 * most)
@@ -226,15 +226,42 @@ def test_prompts_that_are_added_to_steps_take_a_quarter_of_the_time_whoever_send
 ) -> None:
     budget = copy.deepcopy(measured_budget)
     now = start = 1000.0
-    budget.begin_step(["heavy", "light"], now)
+    budget.begin_step(["heavy", "light"], 0.0, now)
     most, added = budget.seconds_to_add(0.0), 0.0
     for seconds, part in steps:
         seconds_added = part * budget.seconds_to_add(0.0)
         budget.note_added(seconds_added)
         added += seconds_added
         now += seconds + seconds_added
-        budget.begin_step(["heavy", "light"], now)
+        budget.begin_step(["heavy", "light"], 0.0, now)
     assert added <= 0.25 * (now - start) + 4 * most + 1e-9
+
+
+def test_steps_of_owners_that_are_served_alike_are_long_until_a_light_one_comes() -> None:
+    made = SimulatedEngine(DEVICE, max_interposed_tokens=512, default_step_seconds=0.5, max_step_seconds=None)
+    made.add(3000, 20)
+    made.run()
+    made.now += 100
+    start = made.now
+    heavy = [made.add(3000, 2, owner=f"heavy {number % 5}", at=start) for number in range(10)]
+
+    def longest_step(until: float) -> float:
+        made.steps.clear()
+        while made.now < until:
+            made.step()
+            for number, seq in enumerate(heavy):
+                if seq.is_finished:
+                    heavy[number] = made.add(3000, 2, owner=seq.owner, at=made.now)
+        return max(seconds for _, seconds in made.steps)
+
+    longest_step(start + 20)
+    alike = longest_step(start + 30)
+    light = made.add(20, 1, owner="light", at=made.now + 1.0)
+    longest_step(start + 32)
+    assert made.ttft(light) <= 2 * (FIXED + 20 * TOKEN), "it is computed in a pause"
+    assert longest_step(start + 34) < 0.6 * alike
+    longest_step(start + 50)
+    assert longest_step(start + 55) == pytest.approx(alike, rel=0.1)
 
 
 def test_a_short_step_is_not_paused() -> None:
