@@ -36,7 +36,7 @@ from models.attention.backend import NO_SLOT, AttentionMetaData
 from models.attention.gpu import GPUAttentionBackend, TritonMetaData
 from models.layers.base import DraftLM
 from models.ops.counter_rng import DRAFT, SAMPLE
-from models.ops.cpu.draft_chain import MOST_ROUNDS, Verified
+from models.ops.cpu.draft_chain import MOST_ROUNDS, DraftingRows, Rounds, Verified, VerifyingRows
 from models.ops.cpu.structures import Step
 
 _MAX_WAITING = 8
@@ -249,14 +249,13 @@ class ModelDrafter:
         positions: torch.Tensor,
         step: Step | None,
         wanted: _Ints,
-        limits: _Ints | None = None,
-        ends: _Ints | None = None,
-        num_rounds: int = 1,
+        rounds: Rounds | None = None,
     ) -> Verified | None:
         """Compute a step of the target and the drafts after it by the operators, without work of the host in between.
 
-        Returns None where these cannot compute both. The step has decodes only. `wanted` is as in `draft`; the
-        last three arguments are as in `DraftChain.verify`. The caller calls `take` afterwards. # 2 x [T]
+        Returns None where these cannot compute both. The step has decodes only. `wanted` is as in `draft`. `rounds`:
+        as in `DraftChain.verify`; a step that cannot have several has one. The caller calls `take` afterwards.
+        # 2 x [T]
         """
         chain, slots, num_tokens = self._passes.chain, inputs.slots, len(inputs.input_ids)
         if chain is None or step is None or not chain.verifies or self._sampled:
@@ -271,27 +270,13 @@ class ModelDrafter:
         if not is_current.all():
             if not is_current[wanted > 0].all():
                 return None
-            num_rounds = 1
+            rounds = None
         if inputs.states is not None or not chain.holds(len(slots), len(slots) * (1 + int(wanted.max()))):
-            num_rounds = 1
-        if num_rounds == 1:
-            # Without limits, the operators prepare no further round, for whose tokens there may be no memory.
-            limits = None
+            rounds = None
         self._end_idle_steps()
-        return chain.verify(
-            token_ids,
-            positions,
-            step,
-            wanted=wanted,
-            num_blocks=self._input_batch.num_blocks(slots),
-            lengths=inputs.query_lens,
-            slots=slots,
-            block_tables=self._input_batch.block_table,
-            is_sampled=not is_greedy,
-            limits=limits,
-            ends=ends,
-            num_rounds=num_rounds,
-        )
+        rows = VerifyingRows(inputs.query_lens, wanted, self._input_batch.num_blocks(slots), slots)
+        tables = self._input_batch.block_table
+        return chain.verify(token_ids, positions, step, rows, tables, rounds, is_sampled=not is_greedy)
 
     # Drafts on the device, before the host has read the step
 
@@ -649,11 +634,13 @@ class ModelDrafter:
             torch.from_numpy(span.positions),
             metadata.step,
             states,
-            last=stops[drafting] - 1,
-            next_positions=self._input_batch.carried_positions(slots[drafting], ends[drafting]),
-            counts=counts,
-            slots=slots[drafting],
-            block_tables=span.block_tables[drafting],
+            DraftingRows(
+                counts,
+                slots[drafting],
+                last=stops[drafting] - 1,
+                next_positions=self._input_batch.carried_positions(slots[drafting], ends[drafting]),
+                block_tables=span.block_tables[drafting],
+            ),
             is_sampled=not is_greedy,
         )
         _fill(drafts, rows[drafting], found, counts)

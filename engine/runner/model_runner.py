@@ -69,7 +69,7 @@ from models.layers.linear import ParallelLMHead
 from models.lora.adapters import Adapter, attach, capture_obstacle, detach, group_by_adapter
 from models.ops import aiter, triton
 from models.ops.cpu.collectives import SharedMemoryCollectives
-from models.ops.cpu.draft_chain import Verified
+from models.ops.cpu.draft_chain import Rounds, Verified
 from models.ops.cpu.program import NotRecordable, Program, record
 from models.ops.cpu.runtime import Library
 from models.ops.cpu.sampling import GreedyHead
@@ -714,19 +714,17 @@ class ModelRunner:
             or inputs.adapters is not None
         ):
             return None
-        limits = ends = None
+        rounds = None
         if batch.num_rounds > 1:
             limits = np.array([seq.decode_limit for seq in batch.sequences], dtype=np.int64)
-            ends = self._common_ends(batch.sequences)
+            rounds = Rounds(batch.num_rounds, limits, self._common_ends(batch.sequences))
         return self.drafter.verify(
             inputs,
             on_device.input_ids,
             on_device.positions,
             on_device.metadata.step,
             np.array(batch.num_next_drafts, dtype=np.int64),
-            limits,
-            ends,
-            batch.num_rounds,
+            rounds,
         )
 
     def _common_ends(self, seqs: list[Sequence]) -> npt.NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,6 +29,19 @@ def stub_core(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Let engine cores run `stub_core`, whose model always samples the same token; call it to choose a fault."""
     run_stub_cores(monkeypatch)
     return lambda fault: monkeypatch.setenv("STUB_CORE", fault)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes ranks fail; call it with `RANK:FAULT` of `faulty_ranks`, or several."""
+
+    def make(faults: str) -> None:
+        monkeypatch.setattr(core_process, "CORE_MODULE", "faulty_ranks")
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        monkeypatch.setenv("PYTHONPATH", path)
+        monkeypatch.setenv("FAULTY_RANK", faults)
+
+    return make
 
 
 @pytest.fixture

@@ -4,17 +4,26 @@ It runs in place of `engine.core.main`, which starts it in place of `engine.runn
 the faults.
 """
 
+import math
 import os
+import signal
 import sys
 import time
-from typing import NoReturn
+from itertools import count
+from typing import Any, NoReturn, cast
 
 import torch
 
 from engine.core import main as core_main
 from engine.distributed import rank_link
 from engine.runner import build, rank_process
+from engine.runner.draft_passes import DraftPasses
 from engine.runner.model_runner import ModelRunner
+from engine.speculative import drafts
+from engine.speculative.adaptive import DraftGate
+from models.ops.cpu.draft_chain import DraftChain
+from models.ops.cpu.runtime import Library, Operations
+from models.ops.cpu.structures import Step
 
 FAULTS = dict(each.split(":") for each in os.environ.get("FAULTY_RANK", "").split())
 """Faults as `RANK:FAULT`, separated by spaces."""
@@ -35,10 +44,56 @@ def _raise_on_token(rank: int) -> None:
     ModelRunner.run_model = run_model  # type: ignore[method-assign]
 
 
+def _kill_in_a_round() -> None:
+    """End the process in the second round of a step, however long steps take and whatever drafts gain."""
+    verify = DraftChain.verify
+
+    def killed(self: DraftChain, *arguments: Any, **fields: Any) -> Any:
+        library = self._library
+        if arguments[-1] is not None:
+            self._library = cast(Library, _Killing(library))
+        verified = verify(self, *arguments, **fields)
+        self._library = library
+        return verified
+
+    drafts._ROUNDS_SECONDS = math.inf
+    DraftGate.note = lambda *_, **__: None  # type: ignore[method-assign]
+    DraftChain.verify = killed  # type: ignore[method-assign]
+
+
+class _Killing:
+    """Operators whose second call ends the process."""
+
+    def __init__(self, library: Library) -> None:
+        self._library, self._num_calls = library, 0
+
+    def run(self, operations: Operations, step: Step) -> None:
+        self._num_calls += 1
+        if self._num_calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._library.run(operations, step)
+
+
+def _kill_in_a_pass() -> None:
+    """End the process in the fifth pass over drafts."""
+    run, counted = DraftPasses.run, count(1)
+
+    def killed(self: DraftPasses, *arguments: Any, is_first: bool) -> Any:
+        if not is_first and next(counted) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(self, *arguments, is_first=is_first)
+
+    DraftPasses.run = killed  # type: ignore[method-assign]
+
+
 def _prepare(fault: str, rank: int) -> None:
     match fault:
         case "step":
             _raise_on_token(rank)
+        case "round":
+            _kill_in_a_round()
+        case "pass":
+            _kill_in_a_pass()
         case "load":
 
             def load(*arguments: object, **fields: object) -> NoReturn:

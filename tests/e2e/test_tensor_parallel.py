@@ -1,6 +1,5 @@
 """Tensor parallel in real processes: the same answers, and the end of all ranks if one fails or dies."""
 
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 
 from engine.client.llm_engine import EngineDeadError, LLMEngine
 from engine.config.config import Config, ParallelConfig
-from engine.distributed import core_process
 from engine.sampling_params import SamplingParams
 from models.ops.cpu.runtime import load_library
 from tests.e2e.engines import until_begun, until_replaced
@@ -184,18 +182,6 @@ def test_signals_to_the_whole_group_end_nothing_by_themselves(pair: LLMEngine) -
 
 
 # -- faults -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes ranks fail; call it with `RANK:FAULT`, or several."""
-    return lambda faults: make_faulty(faults, monkeypatch)
-
-
-def make_faulty(faults: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_process, "CORE_MODULE", "faulty_ranks")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("FAULTY_RANK", faults)
 
 
 def children() -> list[int]:

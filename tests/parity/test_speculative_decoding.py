@@ -340,3 +340,18 @@ def test_a_warm_up_verifies_drafts(checkpoint: Path, monkeypatch: pytest.MonkeyP
     seen.clear()
     run_worst_case(runner.loaded, 6)
     assert seen == [(6, 6 * (1 + K))]
+
+
+@pytest.mark.skipif(load_library() is None, reason="only the compiled operators give a token the same result alone")
+def test_drafts_change_the_fingerprint_only_where_they_may_change_answers(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fingerprint(acceptance: str | None) -> str:
+        drafts = {"num_speculative_tokens": K, "speculative_acceptance": acceptance}
+        fields = {} if acceptance is None else {"speculative_config": drafts}
+        return runner_for(checkpoint, torch.bfloat16, **fields).loaded.kernels
+
+    assert fingerprint("coupled") == fingerprint(None) != fingerprint("rejection")
+    # Where a token's result depends on the other tokens of its step, drafts change answers too.
+    monkeypatch.setattr(loaded_model.LoadedModel, "why_varying", "for a test")
+    assert len({fingerprint(acceptance) for acceptance in (None, "coupled", "rejection")}) == 3

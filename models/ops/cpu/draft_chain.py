@@ -46,6 +46,43 @@ _MOST_ACCEPTED = 17
 _Ints = npt.NDArray[np.int64]
 
 
+class DraftingRows(NamedTuple):
+    """The rows of `DraftChain.run` that draft, at most `max_rows`, in descending order of `counts`. # each [rows]"""
+
+    counts: _Ints
+    """Number of drafts of each row."""
+    slots: _Ints
+    """Slots of the rows' sequences."""
+    last: _Ints
+    """Index of each row's last entry in the first pass."""
+    next_positions: _Ints
+    """Position of the entry after it."""
+    block_tables: npt.NDArray[np.int32]
+    """Contain the blocks of all entries. # [rows, blocks]"""
+
+
+class VerifyingRows(NamedTuple):
+    """The rows of `DraftChain.verify`: a row's tokens after the first are drafts. # each [B]"""
+
+    lengths: _Ints
+    """Number of tokens of each row."""
+    wanted: _Ints
+    """Number of drafts after the step, limited by the row's blocks and the context length. At least one is not 0."""
+    num_blocks: _Ints
+    slots: _Ints
+    """Slots of the rows' sequences, which are rows of the block tables too."""
+
+
+class Rounds(NamedTuple):
+    """Limits of the rounds of `DraftChain.verify`. Memory is needed for `max(wanted)` drafts of each row."""
+
+    most: int
+    limits: _Ints
+    """Number of tokens after which a row leaves. # [B]"""
+    ends: _Ints
+    """Tokens after which a row leaves. # [any]"""
+
+
 class Verified(NamedTuple):
     """The result of `DraftChain.verify`. All arrays are valid until the next call."""
 
@@ -130,7 +167,7 @@ class DraftChain:
         self._tables = np.zeros((0, 0), dtype=np.int32)
         self._accept = {is_sampled: AcceptDrafts() for is_sampled in (False, True)}
         self._num_drafting, self._began = np.zeros(1, dtype=np.int64), np.zeros(1)
-        self._rounds = _Rounds(max_rows, len(self._slots_of_tokens))
+        self._rounds = _RoundMemory(max_rows, len(self._slots_of_tokens))
 
     @property
     def samples(self) -> bool:
@@ -143,27 +180,20 @@ class DraftChain:
         positions: torch.Tensor,
         step: Step,
         states: torch.Tensor | None,
+        rows: DraftingRows,
         *,
-        last: _Ints,
-        next_positions: _Ints,
-        counts: _Ints,
-        slots: _Ints,
-        block_tables: npt.NDArray[np.int32],
         is_sampled: bool,
     ) -> _Ints:
-        """Draft `counts` tokens for each row; the result, padded with -1, is valid until the next call. # [most, rows]
+        """Draft for each row; the result, padded with -1, is valid until the next call. # [most, rows]
 
-        The first four arguments: see `Program.run`. The others describe the rows that draft, at most `max_rows`, in
-        descending order of `counts` [rows]. `last`: index of the row's last entry in the first pass. `next_positions`:
-        position of the entry after it. `slots`: slots of the sequences. `block_tables` [rows, blocks] must contain the
-        blocks of all entries.
+        The first four arguments: see `Program.run`.
         """
-        num_rows, most = len(counts), int(counts[0])
-        self._last[:num_rows], self._positions[:num_rows], self._counts[:num_rows] = last, next_positions, counts
-        self._drafting_slots[:num_rows] = slots
+        num_rows, most = len(rows.counts), int(rows.counts[0])
+        self._counts[:num_rows], self._drafting_slots[:num_rows] = rows.counts, rows.slots
+        self._last[:num_rows], self._positions[:num_rows] = rows.last, rows.next_positions
         own = self._step
         own.num_tokens = own.num_rows = num_rows
-        own.block_tables, own.max_blocks = block_tables.ctypes.data, block_tables.shape[1]
+        own.block_tables, own.max_blocks = rows.block_tables.ctypes.data, rows.block_tables.shape[1]
         self._first.give(token_ids, positions, step, states)
         self._heads(is_sampled).drafter.read_from(self._states)
         operations, drafts = self._chains.get((most, is_sampled)) or self._chain(most, is_sampled=is_sampled)
@@ -186,38 +216,27 @@ class DraftChain:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         step: Step,
-        *,
-        wanted: _Ints,
-        num_blocks: _Ints,
-        lengths: _Ints,
-        slots: _Ints,
+        rows: VerifyingRows,
         block_tables: npt.NDArray[np.int32],
+        rounds: Rounds | None,
+        *,
         is_sampled: bool,
-        limits: _Ints | None = None,
-        ends: _Ints | None = None,
-        num_rounds: int = 1,
     ) -> Verified:
-        """Compute a step of the target, in which a row's tokens after the first are drafts, and draft after it.
+        """Compute a step of the target, which chooses a token after each of its tokens, and draft after it.
 
-        With `num_rounds`, these drafts are then verified in the same way, up to so many rounds in total; a row leaves
-        when it has `limits` tokens or one of the tokens `ends`, and the rounds end when a row lacks a block. `limits`
-        is None for a single round; for more, there must be memory for `max(wanted)` drafts of each row. Stores the
-        accepted tokens of each slot. # [B], [any]
-
-        The first three arguments: see `Program.run`. The target chooses a token after each of the step's tokens. Up to
-        `wanted` drafts are made for each row, limited by its `num_blocks` blocks and the context length. A row has
-        `lengths` tokens in the step, and its block table is row `slots` of `block_tables` [slots, blocks]. At least
-        one row must want a draft.
-        # 4 x [B]
+        With `rounds`, these drafts are then verified in the same way; the rounds end when a row lacks a block. Stores
+        the accepted tokens of each slot. The first three arguments: see `Program.run`. # block_tables [slots, blocks]
         """
         assert self._target is not None, "`verifies` says so"
         program, (drafting_head, head) = self._target, self._heads(is_sampled)
         assert head is not None
-        num_rows, num_tokens, most = len(wanted), len(token_ids), int(wanted.max())
-        self._wanted[:num_rows], self._num_blocks[:num_rows] = wanted, num_blocks
-        self._slots_of_rows[:num_rows] = slots
+        num_rows, num_tokens, most = len(rows.wanted), len(token_ids), int(rows.wanted.max())
+        self._wanted[:num_rows], self._num_blocks[:num_rows] = rows.wanted, rows.num_blocks
+        self._slots_of_rows[:num_rows] = rows.slots
         if is_sampled:
-            self._slots_of_tokens[:num_tokens] = slots if num_tokens == num_rows else np.repeat(slots, lengths)
+            self._slots_of_tokens[:num_tokens] = (
+                rows.slots if num_tokens == num_rows else np.repeat(rows.slots, rows.lengths)
+            )
         program.give(token_ids, positions, step)
         head.read_from(program.output)
         drafting_head.read_from(self._states)
@@ -231,20 +250,23 @@ class DraftChain:
         own, accept = self._step, self._accept[is_sampled]
         own.block_tables, own.max_blocks = self._tables.ctypes.data, width
         accept.verified, accept.tables, accept.blocks = ctypes.addressof(step), block_tables.ctypes.data, width
-        following.ends, following.num_ends = (None, 0) if ends is None else (ends.ctypes.data, len(ends))
+        following.ends, following.num_ends = (
+            (None, 0) if rounds is None else (rounds.ends.ctypes.data, len(rounds.ends))
+        )
         following.step, following.tables, following.blocks = accept.verified, accept.tables, width
-        rounds = self._rounds
-        rounds.begin(num_rows, width, limits)
+        memory, num_rounds = self._rounds, 1 if rounds is None else rounds.most
+        # Without limits, the operators prepare no further round, for whose tokens there may be no memory.
+        memory.begin(num_rows, width, None if rounds is None else rounds.limits)
         seconds, count = 0.0, 0
-        while count < num_rounds and (count == 0 or rounds.continues[0]):
+        while count < num_rounds and (count == 0 or memory.continues[0]):
             self._library.run(operations, step)
             seconds += time.perf_counter() - self._began[0]
             count += 1
         num_drafting = int(self._num_drafting[0])
         return Verified(
-            rounds.accepted[:num_rows, : rounds.num_accepted[:num_rows].max()],
-            rounds.num_accepted[:num_rows],
-            rounds.counted[:count, :, :num_rows],
+            memory.accepted[:num_rows, : memory.num_accepted[:num_rows].max()],
+            memory.num_accepted[:num_rows],
+            memory.counted[:count, :, :num_rows],
             program.output[:num_tokens],
             self._order[:num_drafting],
             drafts[:, :num_drafting],
@@ -344,7 +366,7 @@ class DraftChain:
         return [*_choice(head, self._drafting_slots, self._token_offset + (depth > 0)), take]
 
 
-class _Rounds:
+class _RoundMemory:
     """The memory of successive rounds: see `struct next_round`."""
 
     def __init__(self, max_rows: int, max_tokens: int) -> None:
