@@ -47,16 +47,20 @@ _LARGEST_FACTOR = 3.0
 """The largest factor by which one measurement may exceed the mean."""
 _EXACT = 8
 """Size up to which each size is measured separately; above it, sizes are grouped in eighths of a power of two."""
-_BLOCK_STEPS = 32
-"""Steps of a block, in which a model drafts or does not; each round of a step counts."""
+_BLOCK_STEPS, _SHORT_BLOCK_STEPS = 32, 16
+"""Steps of a block, in which a model drafts or does not, and of a try or a block whose size has no pace yet; each
+round of a step counts."""
 _BLOCKS_PER_CHECK, _FIRST_BLOCKS_PER_CHECK = 64, 8
 """Blocks with drafts after which one without drafts measures the costs of plain steps again, and their number while
 these costs are based on one block only; each further one adds as many."""
 _OPENING_PACE, _LEAST_PACE = 1.1, 1.04
 """Least pace with drafts, relative to that without, for which drafting begins, and for which it goes on."""
-_DEBT_REPAID = 0.005
+_DEBT_REPAID = 0.003
 """Share of the time without drafts that repays what earlier blocks with drafts have lost."""
-_CREDIT = 0.02
+_LEAST_STEPS, _MOST_LOST, _MOST_UNJUDGED = 4, 0.004, 0.03
+"""A short block with drafts ends early, after at least so many steps, where it has lost so many seconds, or has taken
+so many seconds before the pace without drafts is known."""
+_CREDIT = 0.005
 """Seconds that tries may lose in advance, so that a single lost try does not delay the next one."""
 _LARGEST_DELAY = 4.0
 """The largest factor by which a step may exceed the expected duration of plain steps: longer ones were interrupted."""
@@ -267,9 +271,9 @@ class DraftGate:
     """Decides in blocks of steps whether a model drafts, by the measured pace of blocks with drafts and without.
 
     Between blocks in which drafts pay, a block without drafts measures plain steps now and then. Where drafts do not
-    pay, a try of one block is made whenever no debt is left, and once for each size of batches. What blocks with
-    drafts lose is a debt; what they gain and a small share of the time without drafts repay it. So that share bounds
-    the time that drafts lose.
+    pay, a try of one short block is made whenever no debt is left, and once for each size of batches unless drafts
+    lost with smaller ones. What blocks with drafts lose is a debt; what they gain and a small share of the time
+    without drafts repay it. So that share bounds the time that drafts lose.
     """
 
     def __init__(self) -> None:
@@ -289,6 +293,7 @@ class DraftGate:
 
     def _begin(self) -> None:
         self._num_steps = self._num_rows = 0
+        self._seconds = 0.0
         self._block = _Pace()
 
     def note(self, num_rows: int, seconds: float, plain: float, num_steps: int = 1) -> None:
@@ -298,13 +303,25 @@ class DraftGate:
         """
         self._num_steps += num_steps
         self._num_rows += num_steps * num_rows
+        self._seconds += num_steps * seconds
         if plain:
             seconds = min(seconds, _LARGEST_DELAY * plain)
             self._block.add(num_steps * plain, num_steps * seconds, 1.0)
             if not self.is_open:
                 self._owe(-_DEBT_REPAID * num_steps * seconds)
-        if self._num_steps >= _BLOCK_STEPS:
+        if self._is_over():
             self._end_block()
+
+    def _is_over(self) -> bool:
+        """Whether the block ends."""
+        without = self._paces[self._size][1] if self._size in self._paces else _Pace()
+        is_short = self.is_trying or not without.count
+        if self._num_steps >= (_SHORT_BLOCK_STEPS if is_short else _BLOCK_STEPS):
+            return True
+        if not self.is_open or not is_short or self._num_steps < _LEAST_STEPS:
+            return False
+        # `_block` has only steps whose plain duration is known.
+        return self._lost(without) > _MOST_LOST if without.value else self._seconds > _MOST_UNJUDGED
 
     def reject(self) -> None:
         """End a try because its drafts would not pay even if they were accepted."""
@@ -312,18 +329,34 @@ class DraftGate:
         self._debt = max(self._debt, _DEBT_REPAID * _REJECTED_SECONDS)
         self._begin()
 
+    @property
+    def _size(self) -> int:
+        """The block's key in `_paces`."""
+        return (-(-self._num_rows // self._num_steps) - 1).bit_length()
+
+    def _has_lost(self, size: int) -> bool:
+        """Whether drafts lost in the last blocks with them of a smaller size."""
+        return any(
+            other < size and 0.0 < with_drafts.value < _LEAST_PACE * without.value
+            for other, (with_drafts, without) in self._paces.items()
+        )
+
+    def _lost(self, without: _Pace) -> float:
+        """Seconds that the block has lost by drafts; below 0 it has gained."""
+        return self._block.seconds - self._block.plain / without.value
+
     def _owe(self, seconds: float) -> None:
         self._debt = max(-_CREDIT, self._debt + seconds)
 
     def _end_block(self) -> None:
-        size = (-(-self._num_rows // self._num_steps) - 1).bit_length()
+        size = self._size
         with_drafts, without = self._paces.setdefault(size, (_Pace(), _Pace()))
         block = self._block
         if self.is_open:
             self._num_open_blocks += 1
             if without.value:
                 with_drafts.add(block.plain, block.seconds, _WITH_REMEMBERED)
-                self._owe(block.seconds - block.plain / without.value)
+                self._owe(self._lost(without))
         else:
             self._num_open_blocks = 0
             without.add(block.plain, block.seconds, _WITHOUT_REMEMBERED)
@@ -333,7 +366,7 @@ class DraftGate:
             most = min(_BLOCKS_PER_CHECK, _FIRST_BLOCKS_PER_CHECK * without.count)
             self.is_open = is_gaining and self._num_open_blocks < most
         else:
-            is_due = self._debt <= 0.0 or size not in self._tried
+            is_due = self._debt <= 0.0 or not (size in self._tried or self._has_lost(size))
             self.is_open = without.value > 0.0 and (is_gaining or is_due)
         if self.is_open:
             self._tried.add(size)
@@ -482,8 +515,10 @@ class DraftPlan:
         rates = [self._rate if record.rate is None else record.rate for record in records]
         self._is_plain = not self._by_model and not self.costs.is_recent(num_rows)
         plain = self.costs.step(num_rows)
-        best, limits = _LEAST_GAIN, [0] * num_rows
+        # Where a model drafts, `DraftGate` decides by its measurements whether it does, and the plan how many tokens.
+        best, limits = 0.0 if self._by_model else _LEAST_GAIN, [0] * num_rows
         best_try, self._try_cost = _LEAST_GAIN, None
+        shallower, num_fewer = plain, 0
         for depth in range(1, self._max_drafts + 1 if room > 0 else 1):
             num_most = min(num_rows * depth, room)
             seconds = self.costs.with_drafting(num_rows + num_most, num_rows, depth)
@@ -492,8 +527,10 @@ class DraftPlan:
             if gain > best_try:
                 best_try = gain
                 self._plan_try(num_rows, depth, room, plain)
-            # A draft's cost in tokens of plain steps: drafts with a lower probability of acceptance are left out.
-            least = _MARGIN * num_rows * (1.0 / pace - 1.0) / num_most
+            # The cost of each row's last draft in tokens of plain steps: drafts with a lower probability of acceptance
+            # are left out.
+            least = _MARGIN * num_rows * (seconds - shallower) / plain / max(1, num_most - num_fewer) if plain else 0.0
+            shallower, num_fewer = seconds, num_most
             if least >= 1.0:
                 continue
             chosen = _fitting([_useful(rate, least, depth) for rate in rates], rates, room)

@@ -1,5 +1,6 @@
 """The number of drafts of sequences: as many as pay, by the measured costs of steps and the accepted drafts."""
 
+import math
 import random
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
@@ -319,33 +320,32 @@ def test_a_try_is_not_made_where_drafts_would_not_pay_even_if_they_were_accepted
     assert simulation.plan.num_unplanned > 0
 
 
-def test_the_gate_lends_nothing_while_a_debt_is_left() -> None:
-    gate = DraftGate()
-    for is_open in (True, False, True):
-        assert gate.is_open is is_open
-        for _ in range(32):
-            gate.note(1, 2.0 if is_open else 1.0, 1.0)
-    seconds = 0
-    while not gate.is_open:
-        gate.note(1, 1.0, 1.0)
-        seconds += 1
-    assert seconds == pytest.approx(32 / 0.005, abs=32)
-
-
 def run_gate(gate: DraftGate, blocks: int, with_drafts: float, *, seconds: float = 0.001, rows: int = 8) -> list[bool]:
     """Blocks of steps that take `with_drafts` times as long with drafts; returns in which the gate was open."""
     opened = []
     for _ in range(blocks):
         opened.append(gate.is_open)
-        for _ in range(32):
+        while True:
             gate.note(rows, seconds * (with_drafts if gate.is_open else 1.0), seconds)
+            if not gate._num_steps:
+                break
     return opened
+
+
+def test_the_gate_lends_nothing_while_a_debt_is_left() -> None:
+    gate = DraftGate()
+    assert run_gate(gate, 3, 2.0, seconds=1.0, rows=1) == [True, False, True]
+    seconds = 0
+    while not gate.is_open:
+        gate.note(1, 1.0, 1.0)
+        seconds += 1
+    assert seconds == pytest.approx(4 / 0.003, abs=32), "the try has lost 4 seconds in 4 steps"
 
 
 def test_a_small_lost_try_does_not_delay_the_next_one() -> None:
     gate = DraftGate()
     assert run_gate(gate, 2, 1.3) == [True, False]
-    assert run_gate(gate, 1, 1.3) == [True], "a try, which loses 9.6 ms"
+    assert run_gate(gate, 1, 1.3) == [True], "a try, which loses 4 ms"
     assert run_gate(gate, 2, 0.5) == [False, True]
     assert gate.is_open, "the second try gained"
 
@@ -354,7 +354,7 @@ def test_tries_that_lose_take_less_than_two_percent() -> None:
     gate = DraftGate()
     run_gate(gate, 2, 1.6)
     opened = run_gate(gate, 2000, 1.6)
-    assert 2 < sum(opened) < 0.01 * len(opened)
+    assert 2 < sum(opened) < 0.03 * len(opened), "each loses about an eighth of a block's time"
 
 
 def test_a_size_that_was_never_tried_does_not_wait_for_what_others_lost() -> None:
@@ -364,6 +364,23 @@ def test_a_size_that_was_never_tried_does_not_wait_for_what_others_lost() -> Non
     assert run_gate(gate, 2, 0.5, rows=1) == [False, True]
     assert gate.is_open
     assert run_gate(gate, 20, 4.0, rows=32) == [True] + [False] * 19
+
+
+def test_a_size_above_one_with_which_drafts_lost_is_not_tried_on_credit() -> None:
+    gate = DraftGate()
+    run_gate(gate, 3, 8.0)
+    assert run_gate(gate, 20, 8.0, rows=32) == [False] * 20
+    assert run_gate(gate, 2, 0.5, rows=1) == [False, True], "a smaller size may gain"
+
+
+def test_a_try_that_loses_ends_early() -> None:
+    gate, num_steps = DraftGate(), 0
+    run_gate(gate, 2, 1.5, seconds=0.010)
+    assert gate.is_open
+    while gate.is_open:
+        gate.note(8, 0.015, 0.010)
+        num_steps += 1
+    assert num_steps == 4
 
 
 def test_drafts_that_could_not_pay_do_not_add_up_to_a_debt() -> None:
@@ -393,7 +410,7 @@ def test_a_long_interruption_of_plain_steps_does_not_keep_drafts_that_lose() -> 
 def test_a_single_slow_block_of_plain_steps_does_not_keep_drafts_that_lose_for_long() -> None:
     gate = DraftGate()
     run_gate(gate, 1, 1.2)
-    for _ in range(32):
+    for _ in range(16):
         gate.note(8, 0.002, 0.001)
     opened = run_gate(gate, 500, 1.2)
     assert opened[0], "seemingly faster than plain steps"
@@ -420,3 +437,99 @@ def test_drafting_on_the_device_is_no_part_of_what_a_plain_step_costs() -> None:
     costs.note_step(1, 0.010)
     costs.note_drafting(DraftWork(0.002, 1, 3))
     assert costs.with_drafting(4, 1, 3) == pytest.approx(0.012)
+
+
+class Streams:
+    """Streams of 120 tokens on one thread, from a server's first step on; each that ends is followed by a prompt.
+
+    Costs are about those of the embedded model. Steps differ by 10 %, and one in 200 is interrupted for 5 ms.
+    """
+
+    def __init__(self, num_rows: int, chance: float, seed: int, *, drafts: bool) -> None:
+        self._plan = DraftPlan(3, by_model=True) if drafts else None
+        self._num_rows, self._chance = num_rows, chance
+        self._random = random.Random(seed)
+        self._num_begun = 0
+
+    def run(self, seconds: float) -> float:
+        """Tokens of so many seconds."""
+        now, tokens, plan = 0.0, 0, self._plan
+        running: list[Sequence] = []
+        drafts: dict[int, int] = {}
+        while now < seconds:
+            prompts = [self._begin() for _ in range(self._num_rows - len(running))]
+            if plan is not None and running:
+                plan.plan(running, ROOM)
+            is_stopped = plan is None or plan.is_stopped
+            rows, generated, rounds = len(running), 0, 0
+            took, drafting = 0.0, 0.0
+            verified = [drafts.get(seq.id, 0) for seq in running] if running else []
+            while True:
+                counts = [drafts.get(seq.id, 0) for seq in running]
+                took += self._noisy(0.0001 + 0.000026 * (rows + sum(counts))) if rows else 0.0
+                for seq, count in zip(running, counts, strict=True):
+                    accepted = 0
+                    while accepted < count and self._random.random() < self._chance:
+                        accepted += 1
+                    seq.token_ids += [1] * (1 + accepted)
+                    generated += 1 + accepted
+                    if count and plan is not None:
+                        plan.note(seq, count, accepted)
+                drafts = {} if is_stopped or plan is None else {seq.id: plan.limit(seq) for seq in running}
+                if depth := max(drafts.values(), default=0):
+                    num_drafting = sum(map(bool, drafts.values()))
+                    drafting += self._noisy(0.00005 + depth * (0.00002 + 0.000008 * num_drafting))
+                rounds += 1
+                if (
+                    not any(counts)
+                    or prompts
+                    or took + drafting > 0.004
+                    or any(len(seq.token_ids) > 118 for seq in running)
+                ):
+                    break
+            took += 0.00015 + sum(self._noisy(0.0004 if is_stopped else 0.0005) for _ in prompts)
+            if plan is not None:
+                if depth:
+                    plan.costs.note_drafting(DraftWork(drafting / rounds, num_drafting, depth))
+                num_next = [] if is_stopped else [*drafts.values(), *(0 for _ in prompts)]
+                if not is_stopped and not any(num_next):
+                    num_next = [0] * (rows + len(prompts))
+                step = step_of(rows, verified, num_next, prefills=len(prompts), prompts=40 * len(prompts))
+                seconds_of_step = took + drafting
+                plan.note_step(step, seconds_of_step, generated, num_rounds=rounds, draft_seconds=drafting / rounds)
+            now += took + drafting
+            tokens += generated + len(prompts)
+            for seq in [seq for seq in running if len(seq.token_ids) > 120]:
+                running.remove(seq)
+                drafts.pop(seq.id, None)
+                if plan is not None:
+                    plan.forget(seq)
+            running += prompts
+        return tokens
+
+    def _begin(self) -> Sequence:
+        self._num_begun += 1
+        return Sequence([1], 16, SamplingParams(), id=self._num_begun)
+
+    def _noisy(self, seconds: float) -> float:
+        is_interrupted = self._random.random() < 0.005
+        return seconds * math.exp(self._random.gauss(0.0, 0.1)) + 0.005 * is_interrupted
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "chance", "least"),
+    [
+        (1, 0.9, 2.0),
+        (1, 0.3, 0.98),
+        (8, 0.9, 1.1),
+        (8, 0.3, 0.98),
+        (32, 0.9, 0.98),
+        (32, 0.3, 0.98),
+        (128, 0.9, 0.98),
+    ],
+)
+def test_a_model_never_loses_two_percent_from_the_first_second_on(num_rows: int, chance: float, least: float) -> None:
+    with_drafts, without = (
+        sum(Streams(num_rows, chance, seed, drafts=drafts).run(3.0) for seed in range(3)) for drafts in (True, False)
+    )
+    assert with_drafts / without > least
