@@ -16,6 +16,7 @@ import torch
 
 from engine.config.config import Config
 from engine.runner.model_runner import ModelRunner
+from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.attention import context as forward_context
 from models.layers.base import DraftLM
@@ -217,15 +218,24 @@ def over_two_ranks(pair: Pair, answered: list[Sequence], seqs: list[Sequence], m
     return RankThreads(pair.target, **FIELDS, speculative_config=speculative).run(lead)
 
 
+def requests(method: str) -> list[Sequence]:
+    """Of a checkpoint's drafter, whose weights are random, drafts are accepted where a bias leaves one token."""
+    seqs = endless(3, 19)
+    if method in DRAFTERS:
+        params = SamplingParams(temperature=0.0, max_tokens=21, ignore_eos=True, logit_bias={7: 100.0})
+        seqs[2] = Sequence(seqs[2].prompt_token_ids, 16, params, id=2)
+    return seqs
+
+
 @pytest.mark.parametrize(
     ("name", "method"),
     [pytest.param(*pair, marks=() if pair in SHORT else pytest.mark.slow, id=", ".join(pair)) for pair in PAIRS],
 )
 def test_two_ranks_whose_core_dies_answer_as_one_without_drafts(name: str, method: str, tmp_path: Path) -> None:
     pair = {**DRAFTERS, **OTHERS}[method](TARGETS[name], tmp_path)
-    answered = endless(3, 19)
+    answered = requests(method)
     expected = Steps(runner_for(pair.target)).run(answered)
-    begun = endless(3, 19)
+    begun = requests(method)
     over_two_ranks(pair, answered, begun, most=4)
     assert not any(len(seq.completion_token_ids) == len(tokens) for seq, tokens in zip(begun, expected, strict=True))
     resumed = [
@@ -242,6 +252,7 @@ def test_two_ranks_whose_core_dies_answer_as_one_without_drafts(name: str, metho
         assert max(after.drafted) == K
     elif method in DRAFTERS:
         assert drafted > (0 if method == "ngram" else 10)
+        assert after.scheduler.total_accepted_tokens > 3
     elif method != "sometimes NaN":
         assert not drafted
 
