@@ -219,10 +219,10 @@ def over_two_ranks(pair: Pair, answered: list[Sequence], seqs: list[Sequence], m
 
 
 def requests(method: str) -> list[Sequence]:
-    """Of a checkpoint's drafter, whose weights are random, drafts are accepted where a bias leaves one token."""
+    """Of a checkpoint's drafter, whose weights are random, drafts are accepted where one token is allowed."""
     seqs = endless(3, 19)
     if method in DRAFTERS:
-        params = SamplingParams(temperature=0.0, max_tokens=21, ignore_eos=True, logit_bias={7: 100.0})
+        params = SamplingParams(temperature=0.0, max_tokens=21, ignore_eos=True, allowed_token_ids=[7])
         seqs[2] = Sequence(seqs[2].prompt_token_ids, 16, params, id=2)
     return seqs
 
