@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade
+from sse_starlette.sse import AppStatus
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -570,6 +571,8 @@ def serve(
     except OSError as error:  # Of `data_dir`.
         return str(error)
     served = Models.of(app)
+    # The front end ends streams with an event that gives the reason; sse-starlette would cancel them.
+    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     settings = uvicorn.Config(
         app,
         loop="uvloop",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from pydantic_core import from_json
+from sse_starlette import ServerSentEvent
 
 from engine.text.request_state import RequestDelta, RequestState
 from server.anthropic.conversion import digest
@@ -42,7 +43,7 @@ from server.streaming.sse import Renderer, encode
 SealText: TypeAlias = Callable[[Kind, str], str]
 """Encrypts a text for the owner of a request."""
 
-PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+PING = ServerSentEvent(event="ping", data='{"type": "ping"}', sep="\n")
 
 
 def event(kind: str, fields: Mapping[str, object]) -> bytes:
@@ -206,7 +207,7 @@ class MessagesRenderer(Renderer):
         self._request_id = request_id
 
     def opening(self) -> bytes:
-        return event("message_start", {"message": self._answer}) + PING
+        return event("message_start", {"message": self._answer}) + PING.encode()
 
     def chunk(self, index: int, delta: RequestDelta) -> bytes:
         events = self._push(delta.steps)

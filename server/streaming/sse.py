@@ -12,8 +12,8 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Protocol
 
 import msgspec
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from engine.text.request_state import RequestDelta, RequestState
@@ -26,7 +26,7 @@ _END = b"}\n\n"
 _PING_SECONDS, _COMMENT_SECONDS = 5.0, 15.0
 """Seconds between two pings, which show a waiting client that its stream is alive, and between two comments."""
 
-_COMMENT = b": ping\n\n"
+_COMMENT = ServerSentEvent(comment="ping", sep="\n")
 """Ping that clients ignore, but that keeps proxies from closing the connection."""
 
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
@@ -67,33 +67,34 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Sends events that are already encoded, and pings between them, until they end or the client disconnects.
+class EventStream(EventSourceResponse):
+    """sse-starlette's response for encoded events, sent by two tasks and a timer in place of four tasks.
 
     Events are sent without a time limit: if a client does not read, deltas are merged.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         on_end: Callable[[], object] | None = None,
-        ping: bytes | None = None,
+        ping: ServerSentEvent | None = None,
     ) -> None:
         """`on_end` is called when the response has ended, even if the client disconnected before the first event.
 
         `ping` is an event that is sent every few seconds; by default a comment is sent, less often.
         """
-        self.status_code, self.background = 200, None
-        # A proxy must neither cache nor buffer the events.
-        self.init_headers({"Cache-Control": "no-cache", "Connection": "keep-alive", "X-Accel-Buffering": "no"})
+        super().__init__(
+            events,
+            headers={"Cache-Control": "no-cache"},
+            ping=_COMMENT_SECONDS if ping is None else _PING_SECONDS,
+        )
         self._events = events
         self._on_end = on_end
-        self._ping, self._ping_seconds = (_COMMENT, _COMMENT_SECONDS) if ping is None else (ping, _PING_SECONDS)
+        self._ping_event = (ping or _COMMENT).encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Sends body messages directly, without the middleware that changes only the head.
+        # Replaces the base's tasks for events, pings, the disconnect and the server's end, and their cancel scopes.
+        # `send_body` sends directly, without the middleware that changes only the head.
         send_body: Send = scope.get("state", {}).get("send_body") or send
         try:
             # A generator that was never started does not run its own `finally`; `aclosing` only ends it.
@@ -101,7 +102,7 @@ class EventStream(Response):
                 async with while_connected(receive), aclosing(self._events) as events:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     if scope["method"] != "HEAD":
-                        with _Pings(self._ping, self._ping_seconds, send_body):
+                        with _Pings(self._ping_event, self.ping_interval, send_body):
                             async for event in events:
                                 await send_body({"type": "http.response.body", "body": event, "more_body": True})
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -191,7 +192,7 @@ class Renderer(Protocol):
     """Renders one request's answer in the form of its endpoint, for `Generation`. Choices have an index."""
 
     head: AnswerHead
-    ping: bytes | None = None
+    ping: ServerSentEvent | None = None
     """Event that is sent every few seconds while the stream is open; None: a comment, which clients ignore."""
 
     def opening(self) -> bytes:

@@ -192,7 +192,7 @@ async def test_a_ping_waits_for_no_client_that_reads_nothing(monkeypatch: pytest
 
     async def send(message: Message) -> None:
         nonlocal num_pings
-        if message.get("body") == PING:
+        if message.get("body") == PING.encode():
             num_pings += 1
             if num_pings == 3:
                 go_on.set()
