@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _choose(everyone, options.peers)
     workloads = [workload for workload in WORKLOADS if not options.workloads or workload.name in options.workloads]
     described, read_rate = machine(), read_probe()
-    results = Results(options.results, options.append)
+    results = Results(options.results, options.append or not options.rounds)
     failures: list[str] = []
     for contestant in chosen if options.rounds else ():
         try:

@@ -105,6 +105,6 @@ def test_a_run_in_pieces_numbers_its_rounds_on(run: Run, measured: list[Measured
     run("--peers", "good", "--rounds", "1", "--append")
     assert [rounds for _, rounds, _ in measured] == [range(1), range(1, 2)]
     before = (tmp_path / "page.md").read_text()
-    assert run("--rounds", "0", "--append") == 0
+    assert run("--rounds", "0") == 0
     assert (tmp_path / "page.md").read_text() == before
     assert Results(tmp_path / "results", append=True).rounds("good", "one") == 2
