@@ -57,13 +57,14 @@ _OPENING_PACE, _LEAST_PACE = 1.1, 1.04
 """Least pace with drafts, relative to that without, for which drafting begins, and for which it goes on."""
 _DEBT_REPAID = 0.003
 """Share of the time without drafts that repays what earlier blocks with drafts have lost."""
-_LEAST_STEPS, _MOST_LOST, _MOST_UNJUDGED = 4, 0.004, 0.03
-"""A short block with drafts ends early, after at least so many steps, where it has lost so many seconds, or has taken
-so many seconds before the pace without drafts is known."""
+_LEAST_STEPS, _MOST_LOST, _MOST_STEPS_LOST, _MOST_UNJUDGED = 4, 0.004, 2, 0.03
+"""A short block with drafts ends early, after at least so many steps, where it has lost so many seconds and so many of
+its mean steps, or has taken so many seconds before the pace without drafts is known."""
 _CREDIT = 0.005
 """Seconds that tries may lose in advance, so that a single lost try does not delay the next one."""
 _LARGEST_DELAY = 4.0
-"""The largest factor by which a step may exceed the expected duration of plain steps: longer ones were interrupted."""
+"""The largest factor by which a step may exceed the expected duration of plain steps: longer ones were interrupted.
+With drafts they count as so long, since they may have lost; plain ones do not count."""
 _WITH_REMEMBERED, _WITHOUT_REMEMBERED = 0.7, 0.9
 """Weight of earlier blocks with drafts, and without, relative to the block after them."""
 _REJECTED_SECONDS = 2.0
@@ -281,6 +282,8 @@ class DraftGate:
         """Whether the model drafts. Otherwise it takes no part in steps, and stores nothing of prompts."""
         self.is_trying = False
         """Whether this block is a try, in which sequences draft whose drafts are not expected to pay."""
+        self.needs_plain_steps = True
+        """Whether plain steps of this size have no pace yet, so that each one is to be measured."""
         self._paces: dict[int, tuple[_Pace, _Pace]] = {}
         """Paces with drafts and without, by the exponent of the next power of two of the mean number of rows."""
         self._tried: set[int] = set()
@@ -289,6 +292,8 @@ class DraftGate:
         """Seconds that drafting has lost and nothing has repaid; below 0 it is a credit."""
         self._num_open_blocks = 0
         """Number of successive blocks with drafts."""
+        self._plain_size: int | None = None
+        """The key of the last block without drafts."""
         self._begin()
 
     def _begin(self) -> None:
@@ -304,7 +309,7 @@ class DraftGate:
         self._num_steps += num_steps
         self._num_rows += num_steps * num_rows
         self._seconds += num_steps * seconds
-        if plain:
+        if plain and (self.is_open or seconds <= _LARGEST_DELAY * plain):
             seconds = min(seconds, _LARGEST_DELAY * plain)
             self._block.add(num_steps * plain, num_steps * seconds, 1.0)
             if not self.is_open:
@@ -314,14 +319,17 @@ class DraftGate:
 
     def _is_over(self) -> bool:
         """Whether the block ends."""
-        without = self._paces[self._size][1] if self._size in self._paces else _Pace()
+        without = self._without(self._size)
+        self.needs_plain_steps = not without.count
         is_short = self.is_trying or not without.count
         if self._num_steps >= (_SHORT_BLOCK_STEPS if is_short else _BLOCK_STEPS):
             return True
         if not self.is_open or not is_short or self._num_steps < _LEAST_STEPS:
             return False
         # `_block` has only steps whose plain duration is known.
-        return self._lost(without) > _MOST_LOST if without.value else self._seconds > _MOST_UNJUDGED
+        if without.value:
+            return self._lost(without) > max(_MOST_LOST, _MOST_STEPS_LOST * self._seconds / self._num_steps)
+        return self._seconds > _MOST_UNJUDGED
 
     def reject(self) -> None:
         """End a try because its drafts would not pay even if they were accepted."""
@@ -331,13 +339,24 @@ class DraftGate:
 
     @property
     def _size(self) -> int:
-        """The block's key in `_paces`."""
-        return (-(-self._num_rows // self._num_steps) - 1).bit_length()
+        """The block's key in `_paces`.
+
+        Drafts change the number of running rows, so a block with drafts whose size has no pace without them has the
+        key of the last block without drafts, if the two are adjacent.
+        """
+        size = (-(-self._num_rows // self._num_steps) - 1).bit_length()
+        if self.is_open and self._plain_size in (size - 1, size + 1) and not self._without(size).value:
+            return self._plain_size
+        return size
+
+    def _without(self, size: int) -> _Pace:
+        """The pace of a size without drafts."""
+        return self._paces[size][1] if size in self._paces else _Pace()
 
     def _has_lost(self, size: int) -> bool:
         """Whether drafts lost in the last blocks with them of a smaller size."""
         return any(
-            other < size and 0.0 < with_drafts.value < _LEAST_PACE * without.value
+            other < size and 0.0 < with_drafts.value < without.value
             for other, (with_drafts, without) in self._paces.items()
         )
 
@@ -359,6 +378,7 @@ class DraftGate:
                 self._owe(self._lost(without))
         else:
             self._num_open_blocks = 0
+            self._plain_size = size
             without.add(block.plain, block.seconds, _WITHOUT_REMEMBERED)
         pace = with_drafts.value / without.value if without.value else 0.0
         is_gaining = pace >= (_LEAST_PACE if self.is_open and not self.is_trying else _OPENING_PACE)

@@ -172,7 +172,8 @@ class Drafts:
         """
         if not self._drafts_by_model:
             return None
-        if self.pause_left and self._num_unmeasured < _MEASURED_EVERY - 1 and not self._suspended_steps:
+        is_measured = self._measures_all or self._num_unmeasured >= _MEASURED_EVERY - 1
+        if self.pause_left and not is_measured and not self._suspended_steps:
             return []
         # With drafts, a step is scheduled only after the previous one is read, and scheduling takes longer.
         self._schedule_seconds = time.perf_counter() - self._began
@@ -296,7 +297,7 @@ class Drafts:
         if not self.are_on:
             return
         self._num_unmeasured += 1
-        if self.pause_left and self._num_unmeasured < _MEASURED_EVERY:
+        if self.pause_left and self._num_unmeasured < _MEASURED_EVERY and not self._measures_all:
             return
         num_rows, rounds = batch.total_seqs_num_decode, self.num_rounds_read
         # In a pause, the step that `take` has read last may be one before it.
@@ -316,6 +317,11 @@ class Drafts:
         self._num_unmeasured = 0
         if self.plan.is_stopped is not was_stopped:
             self.pause_left = self._pause_length = 0
+
+    @property
+    def _measures_all(self) -> bool:
+        """Whether steps in pauses are measured, too."""
+        return self.plan.is_stopped and self.plan.gate.needs_plain_steps
 
     def forget(self, seq: Sequence) -> None:
         """Free the state of a finished sequence."""

@@ -339,7 +339,7 @@ def test_the_gate_lends_nothing_while_a_debt_is_left() -> None:
     while not gate.is_open:
         gate.note(1, 1.0, 1.0)
         seconds += 1
-    assert seconds == pytest.approx(4 / 0.003, abs=32), "the try has lost 4 seconds in 4 steps"
+    assert seconds == pytest.approx(5 / 0.003, abs=32), "the try has lost 5 seconds in 5 steps"
 
 
 def test_a_small_lost_try_does_not_delay_the_next_one() -> None:
@@ -373,14 +373,34 @@ def test_a_size_above_one_with_which_drafts_lost_is_not_tried_on_credit() -> Non
     assert run_gate(gate, 2, 0.5, rows=1) == [False, True], "a smaller size may gain"
 
 
-def test_a_try_that_loses_ends_early() -> None:
-    gate, num_steps = DraftGate(), 0
-    run_gate(gate, 2, 1.5, seconds=0.010)
-    assert gate.is_open
-    while gate.is_open:
-        gate.note(8, 0.015, 0.010)
-        num_steps += 1
-    assert num_steps == 4
+@pytest.mark.parametrize(("seconds", "num_steps"), [(0.001, 7), (0.010, 6), (0.100, 6)])
+def test_a_try_that_loses_ends_early(seconds: float, num_steps: int) -> None:
+    """After a loss of 4 ms or of two steps, whichever is longer."""
+    gate = DraftGate()
+    run_gate(gate, 2, 1.6, seconds=seconds)
+    for _ in range(num_steps):
+        assert gate.is_open
+        gate.note(8, 1.6 * seconds, seconds)
+    assert not gate.is_open
+
+
+def test_long_steps_whose_first_drafts_are_rejected_are_tried_for_long_enough() -> None:
+    gate, num_open, num_steps_of_try = DraftGate(), 0, 0
+    for step in range(4000):
+        num_steps_of_try = num_steps_of_try + 1 if gate.is_open else 0
+        num_open += gate.is_open
+        cost = 1.0 if not gate.is_open else 1.4 if step < 200 else 1.1 if num_steps_of_try <= 4 else 0.7
+        gate.note(1, 0.020 * cost, 0.020)
+    assert num_open > 1000
+
+
+def test_rows_that_drafts_make_fewer_are_judged_by_the_plain_steps_before() -> None:
+    """Answers end sooner with drafts, so no plain step has as few rows, and lost tries would follow each other."""
+    gate, num_open = DraftGate(), 0
+    for _ in range(6000):
+        num_open += gate.is_open
+        gate.note(4 if gate.is_open else 6, 0.00065 if gate.is_open else 0.0005, 0.0005)
+    assert num_open < 200
 
 
 def test_drafts_that_could_not_pay_do_not_add_up_to_a_debt() -> None:
@@ -405,6 +425,26 @@ def test_a_long_interruption_of_plain_steps_does_not_keep_drafts_that_lose() -> 
     assert not gate.is_open
     gate.note(8, 45.0, 0.001)
     assert sum(run_gate(gate, 500, 1.5)) < 20
+
+
+def test_an_interruption_of_the_first_plain_block_does_not_keep_drafts_that_lose() -> None:
+    gate = DraftGate()
+    run_gate(gate, 1, 1.25)
+    assert gate.needs_plain_steps
+    gate.note(8, 0.005, 0.001, num_steps=8)
+    gate.note(8, 0.001, 0.001, num_steps=8)
+    assert not gate._num_steps
+    assert sum(run_gate(gate, 300, 1.25)) < 10
+    assert not gate.needs_plain_steps
+
+
+def test_a_size_above_one_with_a_small_gain_is_tried() -> None:
+    """A gain of 3 % is less than drafting goes on for, but no loss."""
+    gate = DraftGate()
+    run_gate(gate, 10, 1 / 1.03)
+    assert not gate._has_lost(5)
+    run_gate(gate, 10, 1.1, rows=4)
+    assert gate._has_lost(5)
 
 
 def test_a_single_slow_block_of_plain_steps_does_not_keep_drafts_that_lose_for_long() -> None:
