@@ -392,6 +392,8 @@ class Connection:
 
     def check(self, now: float) -> None:
         """End the connection if its client has been too slow, or has gone."""
+        if self._socket.fileno() < 0:  # Under TLS, the protocol learns of a closed socket in the loop's next round.
+            return
         limits, elapsed = self._table.limits, now - self._since
         num_unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
         self._measure_reading(num_unsent, now)
@@ -644,10 +646,10 @@ class Connections:
         now = self.clock()
         if not self._unchecked:
             self._unchecked = list(self._open)
-        for connection in self._unchecked[-_SWEPT_AT_ONCE:]:
+        for _ in range(min(len(self._unchecked), _SWEPT_AT_ONCE)):
+            connection = self._unchecked.pop()
             if connection.is_open:
                 connection.check(now)
-        del self._unchecked[-_SWEPT_AT_ONCE:]
         if self._unchecked:
             return True
         if self._num_closed > self._num_reported and now >= self._report_at:
@@ -849,8 +851,12 @@ class Acceptor:
         self._sweep_timer.cancel()
 
     def _sweep(self) -> None:
-        pause = _SWEEP_PAUSE_SECONDS if self._connections.sweep() else _SWEEP_SECONDS
-        self._sweep_timer = self._loop.call_later(pause, self._sweep)
+        pause = _SWEEP_SECONDS
+        try:
+            if self._connections.sweep():
+                pause = _SWEEP_PAUSE_SECONDS
+        finally:  # A failed check must not end the checks of all connections.
+            self._sweep_timer = self._loop.call_later(pause, self._sweep)
 
     def _accept(self) -> None:
         num_admitted = 0

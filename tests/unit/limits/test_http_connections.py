@@ -624,6 +624,29 @@ async def test_requests_beyond_those_served_get_503_and_probes_are_answered() ->
             client.writer.close()
 
 
+def test_a_check_that_fails_does_not_end_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_checks, failures = 0, []
+
+    def check(connection: Connection, now: float) -> None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks == 1:
+            raise OSError
+
+    @run
+    async def fails_once() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
+        async with serving() as edge:
+            client = await edge.connect()
+            await until(lambda: num_checks > 2)
+            client.writer.close()
+
+    monkeypatch.setattr("server.limits.connections._SWEEP_SECONDS", 0.001)
+    monkeypatch.setattr(Connection, "check", check)
+    fails_once()
+    assert [type(each) for each in failures] == [OSError]
+
+
 def held_by(key: str) -> bytes:
     return f"GET /held HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
 
@@ -829,12 +852,34 @@ async def test_nothing_is_left_of_connections_that_made_room_at_once() -> None:
 # -- TLS --------------------------------------------------------------------------------------------------------------
 
 
-def test_handshakes_that_are_not_completed_make_room_and_end(tmp_path: Path) -> None:
-    certificate, key = make_certificate(tmp_path)
+def tls_contexts(directory: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Contexts of a server, and of a client that trusts it."""
+    certificate, key = make_certificate(directory)
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served.load_cert_chain(certificate, key)
     trusted = ssl.create_default_context(cafile=certificate)
     trusted.check_hostname = False
+    return served, trusted
+
+
+def test_connections_that_end_may_be_checked_in_any_round_of_the_event_loop(tmp_path: Path) -> None:
+    served, trusted = tls_contexts(tmp_path)
+
+    @run
+    async def test() -> None:
+        async with serving(tls=served) as edge:
+            client = await edge.connect(GET.replace(b"/x", b"/held") * 2, trusted)
+            await until(lambda: edge.application.num_requests == 1)
+            client.writer.transport.abort()
+            while len(edge.connections):
+                edge.connections.sweep()
+                await asyncio.sleep(0)
+
+    test()
+
+
+def test_handshakes_that_are_not_completed_make_room_and_end(tmp_path: Path) -> None:
+    served, trusted = tls_contexts(tmp_path)
 
     async def test() -> None:
         async with serving(tls=served) as edge:
