@@ -12,6 +12,7 @@ import logging
 import math
 import resource
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -541,7 +542,9 @@ def _unchunked(cycle: RequestResponseCycle, send: Send) -> Send:
             has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             if not has_length:
                 cycle.chunked_encoding = cycle.keep_alive = False
-        elif not has_length:
+                cycle.expected_content_length = sys.maxsize
+        elif not (has_length or message.get("more_body", False)):
+            # Not for each part: uvicorn may wait for the client before it compares, and a ping may come meanwhile.
             cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 

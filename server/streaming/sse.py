@@ -120,13 +120,16 @@ class _Pings:
         self._send = send
 
     def __enter__(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._ping)
+        self._start()
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
 
+    def _start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._ping)
+
     def _ping(self) -> None:
-        self.__enter__()
+        self._start()
         sending = self._send(self._message).__await__()
         # A send that waits means that the client reads nothing at present, so that it needs no ping.
         with suppress(StopIteration):

@@ -14,7 +14,7 @@ import ssl
 import struct
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +25,14 @@ import uvloop
 from uvicorn.server import ServerState
 
 from server import http
+from server.anthropic.rendering import PING
 from server.http import MAX_HEAD_BYTES, FullCollections, HttpProtocol, RequestTurns
 from server.limits.accounts import Accounts
 from server.limits.connections import Acceptor, Connection, ConnectionLimits, Connections
 from server.limits.keys import ApiKeys
 from server.metrics import Metrics
+from server.streaming import sse
+from server.streaming.sse import EventStream
 from tests.unit.server.test_tls import make_certificate
 
 LIMITS = ConnectionLimits(connections=8, per_address=8)
@@ -125,8 +128,9 @@ async def serving(
     tls: ssl.SSLContext | None = None,
     turns: RequestTurns | None = None,
     keys: ApiKeys | None = None,
+    application: Any = None,
 ) -> AsyncIterator[Edge]:
-    application = Application()
+    application = application or Application()
     settings = uvicorn.Config(application, ws="none", lifespan="off", log_config=None, access_log=False)
     settings.load()
     state = ServerState()
@@ -582,6 +586,42 @@ async def test_the_application_begins_when_a_body_has_arrived_or_as_much_as_is_h
         large.writer.write(b"x" * 30_000)
         assert (await large.until(b"0\r\n\r\n")).endswith(b"6\r\n100000\r\n0\r\n\r\n")
         assert edge.application.num_requests == 2
+
+
+def test_pings_break_no_stream_whose_http_1_0_client_reads_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the answer waits for the client; a ping that comes meanwhile must not change the part's length."""
+    num_dropped = 0
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        flow = receive.__self__.flow
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            while not flow.write_paused:
+                yield b"x" * 2**16
+            yield b"x" * 1000 + b"the end"
+
+        async def counted(message: Any) -> None:
+            nonlocal num_dropped
+            num_dropped += flow.write_paused and message["body"] == PING.encode()
+            await send(message)
+
+        scope["state"]["send_body"] = counted
+        await EventStream(events(), ping=PING)(scope, receive, send)
+
+    @run
+    async def test() -> None:
+        async with serving(application=slow) as edge:
+            with socket.create_connection(("127.0.0.1", edge.port)) as client:
+                client.sendall(b"GET /slow HTTP/1.0\r\n\r\n")
+                await until(lambda: num_dropped > 1)
+                client.setblocking(False)
+                answer = b""
+                while part := await asyncio.get_running_loop().sock_recv(client, 2**20):
+                    answer += part
+        assert b"the end" in answer[-100:]
+
+    monkeypatch.setattr(sse, "_PING_SECONDS", 0.005)
+    test()
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
