@@ -80,13 +80,13 @@ _SHUTDOWN_SECONDS = 5
 _HURRIED_SECONDS = 0.5
 """That time after a second signal."""
 
-_SHORT_OBJECTS = 50_000
+_MOST_OBJECTS = 50_000
 """Objects that a full garbage collection visits in about 20 ms."""
 
 _MOST_GROWTH_BYTES = 256 * 2**20
 """Growth of the process's memory after which a full garbage collection happens, however long it takes."""
 
-_LOOKING_PARTS = 1000
+_COUNTING_SHARE = 1 / 1000
 """Counting the objects of the oldest generation, 50 ns each, takes at most 1 / 1000 of the time."""
 
 
@@ -174,8 +174,8 @@ class FullCollections:
         """Collect if a collection is due, and it is short or the memory has grown much."""
         if gc.get_count()[2] < self._num_due or (began := self._clock()) < self._look_at:
             return
-        if len(gc.get_objects(2)) > _SHORT_OBJECTS and self._resident() < self._resident_before + _MOST_GROWTH_BYTES:
-            self._look_at = began + _LOOKING_PARTS * (self._clock() - began)
+        if len(gc.get_objects(2)) > _MOST_OBJECTS and self._resident() < self._resident_before + _MOST_GROWTH_BYTES:
+            self._look_at = began + (self._clock() - began) / _COUNTING_SHARE
             return
         gc.collect()
         self._resident_before = self._resident()
@@ -450,12 +450,12 @@ class HttpProtocol(HttpToolsProtocol):
             # A proxy of HTTP/1.0 would not know where the body ends (RFC 9112, section 6.1).
             self._stop(BadRequest("the request is HTTP/1.0 with a Transfer-Encoding; send it as HTTP/1.1"))
         owner = self._keys.known_owner(self.headers)
-        is_free = self.url.partition(b"?")[0] in self._probes
-        if owner is None and self._keys and not is_free:
-            is_free = True
+        is_uncounted = self.url.partition(b"?")[0] in self._probes
+        if owner is None and self._keys and not is_uncounted:
+            is_uncounted = True
             self.scope["state"]["serve"] = self._connection.serve
         self.scope["state"]["party"] = self._connection.party if owner is None else owner.party
-        refused = self._connection.begin_request(is_free=is_free)
+        refused = self._connection.begin_request(is_uncounted=is_uncounted)
         if refused is not None:
             self._stop(refused)
         super().on_headers_complete()

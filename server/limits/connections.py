@@ -195,7 +195,7 @@ class Connection:
         "_check_interval",
         "_has_begun",
         "_has_pipelined",
-        "_is_free",
+        "_is_uncounted",
         "_is_half_closed",
         "_is_served",
         "_phase",
@@ -230,7 +230,7 @@ class Connection:
         """Time at which its phase began, and time since which it may be closed for others."""
         self._has_begun = False
         """Whether a byte of the head was received."""
-        self._is_free = False
+        self._is_uncounted = False
         """Whether its request is not counted as served, as a probe, or without an accepted key."""
         self._is_served = False
         """Whether it counts as a served connection."""
@@ -271,26 +271,26 @@ class Connection:
             self._table.forget(self)
             self._enter("head")
 
-    def begin_request(self, *, is_free: bool) -> TooManyConnections | None:
+    def begin_request(self, *, is_uncounted: bool) -> TooManyConnections | None:
         """Note that the head of a request is complete. Returns the error if the request must be refused.
 
-        `is_free`: whether it does not count as served, unless `serve` is called.
+        `is_uncounted`: whether it does not count as served, unless `serve` is called.
         """
         if not self.is_open:
             return None
         if self._phase != "answer":
-            self._is_free = is_free
-            refused = None if is_free else self._table.refusal(self)
+            self._is_uncounted = is_uncounted
+            refused = None if is_uncounted else self._table.refusal(self)
             if refused is None:
                 self._enter("body")
             return refused
         self._has_pipelined = True
         # A pipelined request: `end_answer` of the request before it sets the phase. If that one is a probe, this one
         # must be counted as served now: at `end_answer`, the application has already begun to work on it.
-        return None if is_free else self._serve()
+        return None if is_uncounted else self._serve()
 
     def serve(self) -> TooManyConnections | None:
-        """Count a free request as served from now on. Returns the error if it must be refused."""
+        """Count an uncounted request as served from now on. Returns the error if it must be refused."""
         return self._serve() if self.is_open else None
 
     def received_body(self, num_bytes: int) -> None:
@@ -305,7 +305,7 @@ class Connection:
         if not self.is_open:
             return None
         if self._phase == "body":
-            refused = None if self._is_free else self._serve()
+            refused = None if self._is_uncounted else self._serve()
             if refused is not None:
                 return refused
             self._release_body()
@@ -326,7 +326,7 @@ class Connection:
             return
         self._release()
         if begun:
-            self._is_free = False
+            self._is_uncounted = False
             self._enter("body")
             return
         self._has_begun = False

@@ -66,10 +66,10 @@ class Peer:
         """A part of a head."""
         self.connection.received()
 
-    def request(self, *, is_free: bool = False, whole: bool = True) -> TooManyConnections | None:
+    def request(self, *, is_uncounted: bool = False, whole: bool = True) -> TooManyConnections | None:
         """A whole head, with its body unless that is to follow."""
         self.connection.received()
-        refused = self.connection.begin_request(is_free=is_free)
+        refused = self.connection.begin_request(is_uncounted=is_uncounted)
         if refused is None and whole:
             self.connection.end_body()
         return refused
@@ -191,7 +191,7 @@ def test_a_pipeline_of_probes_does_not_hold_up_new_ones() -> None:
     for _ in range(100):
         edge.now += 0.001
         for peer in peers:
-            assert peer.connection.begin_request(is_free=True) is None
+            assert peer.connection.begin_request(is_uncounted=True) is None
             peer.connection.end_body()
             peer.connection.end_answer(begun=True, complete=True)
     assert edge.table.open_at < edge.now
@@ -199,7 +199,7 @@ def test_a_pipeline_of_probes_does_not_hold_up_new_ones() -> None:
     assert edge.table.open_at < edge.now
     peers[0].send()
     edge.now += 0.001
-    peers[0].request(is_free=True)
+    peers[0].request(is_uncounted=True)
     edge.connect(A)
     assert [peer.is_aborted for peer in peers] == [False, True, *[False] * 6]
 
@@ -242,7 +242,7 @@ def test_a_request_beyond_those_served_is_refused_in_words_but_a_probe_is_answer
     assert "6 connections are served" in str(refused)
     for _ in range(50):
         probe = edge.connect(C)
-        assert probe.request(is_free=True) is None
+        assert probe.request(is_uncounted=True) is None
         probe.answered()
     assert edge.closed("connections") == 1
 
@@ -260,7 +260,7 @@ def test_an_address_beyond_its_limit_is_refused_in_words(edge: Edge) -> None:
 def test_probes_whose_answers_are_not_read_make_room_and_others_do_not(edge: Edge) -> None:
     peers = [edge.connect(f"192.0.2.{number}") for number in range(8)]
     for peer in peers:
-        peer.request(is_free=True)
+        peer.request(is_uncounted=True)
     peers[3].unsent = 1000
     edge.connect(C)
     assert [peer.is_aborted for peer in peers] == [number == 3 for number in range(8)]
@@ -269,8 +269,8 @@ def test_probes_whose_answers_are_not_read_make_room_and_others_do_not(edge: Edg
 def test_a_request_pipelined_behind_a_probe_counts_as_one_that_is_served(edge: Edge) -> None:
     for number in range(7):
         peer = edge.connect(f"192.0.2.{number}")
-        assert peer.request(is_free=True) is None
-        refused = peer.connection.begin_request(is_free=False)
+        assert peer.request(is_uncounted=True) is None
+        refused = peer.connection.begin_request(is_uncounted=False)
         assert (refused is None) == (number < LIMITS.serving)
     assert edge.connect(C).request() is not None
 

@@ -789,7 +789,7 @@ def test_full_collections_happen_while_they_are_short_or_once_memory_has_grown(
     try:
         gc.set_threshold(50, 2, 2)
         collections = FullCollections(lambda: now[0], lambda: resident[0])
-        monkeypatch.setattr(http, "_SHORT_OBJECTS", 20_000)
+        monkeypatch.setattr(http, "_MOST_OBJECTS", 20_000)
         held: list[list[int]] = []
 
         def hold(number: int) -> None:
