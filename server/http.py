@@ -488,7 +488,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._unset_keepalive_if_required()
             self._discard_rest()
         elif not self.transport.is_closing():
-            self._connection.end_answer(begun=not self.cycle.response_complete, complete=not self.cycle.more_body)
+            self._connection.end_answer(complete=not self.cycle.more_body)
             self._choose_reading()
 
     def _refuse_incomplete(self, error: ApiError) -> None:

@@ -194,11 +194,11 @@ class Connection:
         "_check_at",
         "_check_interval",
         "_has_begun",
-        "_has_pipelined",
-        "_is_uncounted",
         "_is_half_closed",
         "_is_served",
+        "_is_uncounted",
         "_phase",
+        "_pipelined",
         "_provoke_reset",
         "_reading_since",
         "_refuse",
@@ -241,8 +241,9 @@ class Connection:
         self._reading_since, self._taken_before = 0.0, -1
         """Start of the measurement of the client's reading rate, and the bytes acknowledged at that time; -1: no
         measurement, because nothing waits to be sent."""
-        self._has_pipelined = False
-        """Whether further (pipelined) requests were received after the served one: nothing more is read then."""
+        self._pipelined: list[bool] = []
+        """Whether each further (pipelined) request behind the one that is being answered is uncounted, in order. While
+        there are some, nothing more is read."""
         self._is_half_closed = False
         self._provoke_reset: Callable[[], object] | None = None
         self._check_at = self._check_interval = 0.0
@@ -284,7 +285,7 @@ class Connection:
             if refused is None:
                 self._enter("body")
             return refused
-        self._has_pipelined = True
+        self._pipelined.append(is_uncounted)
         # A pipelined request: `end_answer` of the request before it sets the phase. If that one is a probe, this one
         # must be counted as served now: at `end_answer`, the application has already begun to work on it.
         return None if is_uncounted else self._serve()
@@ -314,23 +315,21 @@ class Connection:
             self._enter("idle")
         return None
 
-    def end_answer(self, *, begun: bool, complete: bool) -> None:
-        """Note that an answer is complete.
-
-        `begun`: whether a next, pipelined request has begun. `complete`: whether all bytes of that request, or of this
-        one if none has begun, were received.
-        """
-        self._has_pipelined = begun
-        if begun and complete:
-            self._enter("answer")
-            return
-        self._release()
+    def end_answer(self, *, complete: bool) -> None:
+        """Note that an answer is complete. `complete`: whether all bytes of the last request were received."""
+        begun = bool(self._pipelined)
         if begun:
-            self._is_uncounted = False
+            self._is_uncounted = self._pipelined.pop(0)
+        is_next_complete = begun and (complete or bool(self._pipelined))
+        if not is_next_complete or (self._is_uncounted and all(self._pipelined)):
+            self._release()
+        if is_next_complete:
+            self._enter("answer")
+        elif begun:
             self._enter("body")
-            return
-        self._has_begun = False
-        self._enter("idle" if complete else "rest")
+        else:
+            self._has_begun = False
+            self._enter("idle" if complete else "rest")
 
     def discard(self) -> None:
         """Note that the last answer was sent: for a while, further bytes are received and discarded."""
@@ -401,7 +400,7 @@ class Connection:
             self._end_as("unread")
         elif self._is_half_closed:
             self._check_half_closed(now)
-        elif self._has_pipelined and self._tcp_state in (_TCP_CLOSE, _TCP_CLOSE_WAIT):
+        elif self._pipelined and self._tcp_state in (_TCP_CLOSE, _TCP_CLOSE_WAIT):
             self.half_closed()
             self._check_half_closed(now)
         elif self._phase == "head" and elapsed > limits.head_seconds:

@@ -79,7 +79,7 @@ class Peer:
         self.connection.received_body(num_bytes)
 
     def answered(self, *, complete: bool = True) -> None:
-        self.connection.end_answer(begun=False, complete=complete)
+        self.connection.end_answer(complete=complete)
 
 
 class Edge:
@@ -188,12 +188,13 @@ def test_a_pipeline_of_probes_does_not_hold_up_new_ones() -> None:
     """The time for which a connection may be closed continues from request to request."""
     edge = Edge(LIMITS._replace(per_address=8))
     peers = [edge.connect(A) for _ in range(8)]
+    for peer in peers:
+        peer.request(is_uncounted=True)
     for _ in range(100):
         edge.now += 0.001
         for peer in peers:
-            assert peer.connection.begin_request(is_uncounted=True) is None
-            peer.connection.end_body()
-            peer.connection.end_answer(begun=True, complete=True)
+            assert peer.request(is_uncounted=True) is None
+            peer.answered()
     assert edge.table.open_at < edge.now
     peers[0].answered()
     assert edge.table.open_at < edge.now
@@ -275,12 +276,48 @@ def test_a_request_pipelined_behind_a_probe_counts_as_one_that_is_served(edge: E
     assert edge.connect(C).request() is not None
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_pipelined_requests_count_one_by_one_and_those_without_an_accepted_key_never(
+    edge: Edge, is_whole: bool
+) -> None:
+    """`is_whole`: whether the last one has arrived when its turn comes."""
+    peer = edge.connect(A)
+    kinds = [True, False, False, True, True]
+    for number, is_uncounted in enumerate(kinds):
+        assert peer.request(is_uncounted=is_uncounted, whole=is_whole or number < len(kinds) - 1) is None
+    served = []
+    for number in range(len(kinds)):
+        served.append(edge.table._num_served)
+        peer.answered(complete=is_whole or number == len(kinds) - 1)
+        if not is_whole and number == len(kinds) - 2:
+            assert peer.connection.is_receiving_body
+            peer.connection.end_body()
+    # A slot is taken early for those that have arrived: once they begin, they cannot be refused.
+    assert served == [1, 1, 1, 0, 0]
+    assert edge.table._num_served == 0
+
+
+def test_an_answer_before_one_whose_request_is_incomplete_may_take_its_time(edge: Edge) -> None:
+    """Nothing more is read while a whole request waits, so that the time of the incomplete one has not begun."""
+    peer = edge.connect(A)
+    for is_whole in (True, True, False):
+        peer.request(whole=is_whole)
+    peer.answered(complete=False)
+    assert edge.table._num_served == 1
+    edge.wait(60)
+    assert not peer.refusals
+    peer.answered(complete=False)
+    assert edge.table._num_served == 0
+    edge.wait(11)
+    assert [type(each) for each in peer.refusals] == [SlowRequest]
+
+
 def test_a_connection_between_requests_makes_room_and_one_with_pipelined_requests_does_not(edge: Edge) -> None:
     busy, idle = edge.connect(A), edge.connect(A)
     for peer in (busy, idle):
         peer.request()
     busy.request()
-    busy.connection.end_answer(begun=True, complete=True)
+    busy.answered()
     idle.answered()
     for host in (B, B, B, C, C, C, C):
         edge.connect(host)

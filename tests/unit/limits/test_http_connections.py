@@ -696,11 +696,14 @@ async def test_requests_without_an_accepted_key_take_no_slot_of_those_with_one()
     """Also while they wait, for a turn or for the keys of a token's issuer; a token counts once it is verified."""
     async with serving(LIMITS._replace(connections=16, per_address=16), keys=ApiKeys(["key"])) as edge:
         unknown = [await edge.connect(held_by(each)) for each in ("unknown", "a.stalled.token")]
-        unknown.append(await edge.connect(GET.replace(b"/x", b"/held")))
-        await until(lambda: edge.application.num_requests == 3)
+        pipelined = await edge.connect(GET + b"POST /held HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n")
+        await pipelined.until(b"0\r\n\r\n")
+        pipelined.writer.write(b"x")
+        unknown.append(pipelined)
+        await until(lambda: edge.application.num_requests == 4)
         assert edge.connections._num_served == 0
         accepted = [await edge.connect(held_by(each)) for each in ["key"] * 10 + ["a.valid.token"] * 2]
-        await until(lambda: edge.application.num_requests == 15)
+        await until(lambda: edge.application.num_requests == 16)
         assert edge.connections._num_served == 12
         for key in ("key", "a.valid.token"):
             refused = await edge.connect(held_by(key))
