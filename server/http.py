@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
-from httptools import HttpParserError, HttpParserUpgrade
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from sse_starlette.sse import AppStatus
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
@@ -229,6 +229,8 @@ class HttpProtocol(HttpToolsProtocol):
         connection's first request needs no turn, since few connections are accepted at once.
         """
         super().__init__(*args, **keywords)
+        # Reference cycles begin in `connection_made`: after a failed TLS handshake, `connection_lost` is not called.
+        self.parser = None  # type: ignore[assignment]
         self._probes = probes
         self._keys = keys
         self._turns = turns
@@ -239,7 +241,6 @@ class HttpProtocol(HttpToolsProtocol):
         """The request in progress, else the last one. Requests that are pipelined after it have not begun."""
         self._connection = connection
         self._application = self.app
-        self.app = self._answer_when_arrived
         self._head_bytes = 0
         """Bytes received since the last end of a head, or since the last byte of a body."""
         self._body_bytes = 0
@@ -260,6 +261,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app = self._answer_when_arrived
+        self.parser = HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn's.
         self.flow = _Flow(transport, self._choose_reading)
         self._connection.established(transport, self._refuse_incomplete, self.abort, self._provoke_reset)
 

@@ -260,10 +260,11 @@ class Connection:
         `abort` closes at once, and notifies the request in progress that its client is gone. `provoke_reset` sends
         bytes that a client's system answers with a reset if the client has closed its socket.
         """
+        if not self.is_open:  # It was closed for others, or timed out.
+            abort()
+            return
         self._transport, self._refuse, self._abort = transport, refuse, abort
         self._provoke_reset = provoke_reset
-        if not self.is_open:
-            abort()
 
     def received(self) -> None:
         """Note that bytes were received."""

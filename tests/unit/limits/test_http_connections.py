@@ -762,19 +762,58 @@ def test_a_connection_leaves_nothing_to_garbage_collections(end: str) -> None:
                     edge.application.release.set()
                 await until(lambda: not edge.state.connections and not edge.state.tasks)
             await asyncio.sleep(0)
-            kinds = Counter(type(each).__name__ for each in gc.get_objects())
-            assert {kind: kinds[kind] for kind in ("HttpProtocol", "RequestResponseCycle", "Connection")} == {
-                "HttpProtocol": 0,
-                "RequestResponseCycle": 0,
-                "Connection": 0,
-            }
+            assert num_left() == dict.fromkeys(KINDS, 0)
 
+    without_collections(ends)
+
+
+KINDS = ("HttpProtocol", "RequestResponseCycle", "Connection")
+
+
+def num_left() -> dict[str, int]:
+    """Number of objects of each of `KINDS` that exist."""
+    kinds = Counter(type(each).__name__ for each in gc.get_objects())
+    return {kind: kinds[kind] for kind in KINDS}
+
+
+def without_collections(test: Callable[[], None]) -> None:
     gc.collect()
     gc.disable()
     try:
-        ends()
+        test()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("end", ["answered", "no TLS", "left", "timed out", "closed as it ends"])
+def test_tls_and_failed_handshakes_leave_nothing_to_garbage_collections(end: str, tmp_path: Path) -> None:
+    served, trusted = tls_contexts(tmp_path)
+
+    @run
+    async def ends() -> None:
+        async with serving(tls=served) as edge:
+            for _ in range(3):
+                client = await edge.connect(GET if end == "no TLS" else b"", trusted if end == "answered" else None)
+                if end == "answered":
+                    client.writer.write(GET)
+                    await client.until(b"0\r\n\r\n")
+                await until(lambda: len(edge.connections) == 1)
+                if end == "timed out":
+                    await edge.wait(11)
+                elif end == "closed as it ends":
+                    next(iter(edge.connections._open)).close()
+                    await client.writer.start_tls(trusted)
+                if end in ("no TLS", "closed as it ends"):
+                    with contextlib.suppress(ConnectionError):
+                        await client.all()
+                client.writer.transport.abort()
+                await until(lambda: not edge.state.connections and not len(edge.connections))
+            del client
+            for _ in range(5):
+                await asyncio.sleep(0.001)
+            assert num_left() == dict.fromkeys(KINDS, 0)
+
+    without_collections(ends)
 
 
 def test_full_collections_happen_while_they_are_short_or_once_memory_has_grown(
