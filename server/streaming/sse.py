@@ -54,12 +54,15 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        if is_gone and not task.uncancel():
-            raise ClientDisconnect from None
-        raise
+        if not is_gone or task.cancelling() > 1:
+            raise
+        watch.result()  # Raises the error of a failed `receive`.
+        raise ClientDisconnect from None
     finally:
         is_inside = False
         watch.cancel()
+        if is_gone:  # Also if the block answered its cancellation with another exception.
+            task.uncancel()
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

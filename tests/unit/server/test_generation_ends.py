@@ -389,6 +389,35 @@ async def test_a_client_that_leaves_after_the_work_disturbs_nothing(receive: Any
     await settle()
 
 
+async def test_a_handler_that_answers_its_cancellation_with_an_error_may_go_on() -> None:
+    """`asyncio.timeout`, for instance, takes a task whose cancellation is still counted for a cancelled one."""
+
+    async def work() -> None:
+        async with while_connected(http(leaves).receive):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise RuntimeError from None
+
+    async def handle() -> int:
+        with pytest.raises(RuntimeError):
+            await work()
+        task = asyncio.current_task()
+        assert task is not None
+        return task.cancelling()
+
+    assert await asyncio.create_task(handle()) == 0
+
+
+async def test_a_failure_to_receive_is_not_taken_for_a_client_that_left() -> None:
+    async def fails() -> Any:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        async with while_connected(http(fails).receive):
+            await asyncio.Event().wait()
+
+
 async def test_a_cancelled_handler_is_cancelled_and_not_taken_for_a_client_that_left() -> None:
     async def handle() -> None:
         async with while_connected(http().receive):
