@@ -83,8 +83,9 @@ _HURRIED_SECONDS = 0.5
 _MOST_OBJECTS = 50_000
 """Objects that a full garbage collection visits in about 20 ms."""
 
-_MOST_GROWTH_BYTES = 256 * 2**20
-"""Growth of the process's memory after which a full garbage collection happens, however long it takes."""
+_LEAST_GROWTH_BYTES, _GROWTH_SHARE = 256 * 2**20, 1 / 4
+"""Growth of the process's memory after which a full garbage collection happens, however long it takes: in bytes, and
+relative to the memory after the last one, so that few happen on the way to a large memory."""
 
 _COUNTING_SHARE = 1 / 1000
 """Counting the objects of the oldest generation, 50 ns each, takes at most 1 / 1000 of the time."""
@@ -156,14 +157,15 @@ class FullCollections:
 
     A full collection holds the interpreter's lock for 0.4 microseconds per object, and a waiting request has some 200.
     The other collections visit only new objects and stay automatic. Requests and connections leave no reference
-    cycles, so that they need no collection; should others leave some, the growth of memory limits what they hold.
+    cycles, so that they need no collection; should others leave some, the growth of memory limits what they hold, but
+    not how many descriptors they keep open.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, resident: Callable[[], int] | None = None) -> None:
         """`resident` returns the bytes of the process's memory."""
         self._clock = clock
         self._resident = resident or _resident_bytes
-        self._resident_before = self._resident()
+        self._set_most_resident()
         self._look_at = 0.0
         young, middle, _ = gc.get_threshold()
         self._num_due = middle
@@ -174,11 +176,15 @@ class FullCollections:
         """Collect if a collection is due, and it is short or the memory has grown much."""
         if gc.get_count()[2] < self._num_due or (began := self._clock()) < self._look_at:
             return
-        if len(gc.get_objects(2)) > _MOST_OBJECTS and self._resident() < self._resident_before + _MOST_GROWTH_BYTES:
+        if len(gc.get_objects(2)) > _MOST_OBJECTS and self._resident() < self._most_resident:
             self._look_at = began + (self._clock() - began) / _COUNTING_SHARE
             return
         gc.collect()
-        self._resident_before = self._resident()
+        self._set_most_resident()
+
+    def _set_most_resident(self) -> None:
+        resident = self._resident()
+        self._most_resident = resident + max(_LEAST_GROWTH_BYTES, int(_GROWTH_SHARE * resident))
 
 
 def _resident_bytes() -> int:

@@ -825,7 +825,7 @@ def test_full_collections_happen_while_they_are_short_or_once_memory_has_grown(
         if phase == "start" and info["generation"] == 2:
             full.append(gc.get_count()[2])
 
-    thresholds, resident, now = gc.get_threshold(), [10**9], [0.0]
+    thresholds, resident, now = gc.get_threshold(), [2**30], [0.0]
     gc.freeze()
     gc.callbacks.append(count)
     try:
@@ -853,10 +853,20 @@ def test_full_collections_happen_while_they_are_short_or_once_memory_has_grown(
         hold(1000)
         collections.look()
         assert len(full) == 2, "it has not grown again"
+        resident[0] *= 4
+        collections.look()
+        assert len(full) == 3
+        hold(1000)
+        resident[0] += 2**28
+        collections.look()
+        assert len(full) == 3, "a large memory may grow by more"
+        resident[0] += resident[0] // 4
+        collections.look()
+        assert len(full) == 4
         held.clear()
         hold(1000)
         collections.look()
-        assert len(full) == 3
+        assert len(full) == 5
     finally:
         gc.callbacks.remove(count)
         gc.set_threshold(*thresholds)
