@@ -71,8 +71,10 @@ class KeySource:
         self._pause = _MIN_PAUSE
         self._fetching: asyncio.Task[None] | None = None
         self._num_waiting = 0
-        self.num_fetched = 0
-        """How often the keys were fetched."""
+        self._content = b""
+        """The latest set that was fetched."""
+        self.num_changes = 0
+        """How often a fetched set differed from the one before. Anybody can cause a fetch, by an unknown key id."""
         if file is not None:
             try:
                 self._keys = _public_keys(read_small_file(file).encode())
@@ -120,8 +122,12 @@ class KeySource:
 
     async def _fetch(self) -> None:
         try:
-            # A thread parses the keys, because a megabyte of them takes 0.3 s.
-            self._keys = await asyncio.to_thread(_public_keys, await _download(self._url or ""))
+            content = await _download(self._url or "")
+            if content != self._content:
+                # A thread parses the keys, because a megabyte of them takes 0.3 s.
+                self._keys = await asyncio.to_thread(_public_keys, content)
+                self._content = content
+                self.num_changes += 1
         except Exception as error:  # noqa: BLE001 - the keys that are known stay, and the next fetch may succeed
             self._pause = min(2 * self._pause, _MAX_PAUSE)
             _log.warning(
@@ -135,7 +141,6 @@ class KeySource:
         else:
             self._pause = _MIN_PAUSE
             self._fetched_at = self._clock()
-            self.num_fetched += 1
         finally:
             self._next_fetch = self._clock() + self._pause
             self._fetching = None
@@ -180,8 +185,8 @@ class _Verified(NamedTuple):
     owner: Owner
     ends: float
     """Time since 1970 at which it expires."""
-    num_fetched: int
-    """`KeySource.num_fetched` when it was verified: a later set may lack its key."""
+    num_changes: int
+    """`KeySource.num_changes` when it was verified: a later set may lack its key."""
 
 
 class TokenVerifier:
@@ -230,7 +235,7 @@ class TokenVerifier:
     def known_owner(self, token: bytes) -> Owner | None:
         """Return the owner of a token that was verified before, and is still valid; else None."""
         verified = self._verified.get(hashlib.sha256(token).digest())
-        if verified is None or verified.num_fetched != self._keys.num_fetched or verified.ends <= time.time():
+        if verified is None or verified.num_changes != self._keys.num_changes or verified.ends <= time.time():
             return None
         return verified.owner
 
@@ -252,7 +257,7 @@ class TokenVerifier:
         if algorithm not in ALGORITHMS:
             raise _refused(f"it is signed with {str(algorithm)[:20]!r}; this server takes {', '.join(ALGORITHMS)}")
         key = await self._keys.key(id)
-        num_fetched = self._keys.num_fetched
+        num_changes = self._keys.num_changes
         if key is None:
             raise _refused("its key (kid) is not one of the issuer's")
         if key.algorithm_name != algorithm and not (key.key_type == "RSA" and algorithm[:2] in ("RS", "PS")):
@@ -273,7 +278,7 @@ class TokenVerifier:
             raise _refused("it cannot be read") from error
         owner = self._owner(claims)
         ends = int(claims["exp"]) + _LEEWAY_SECONDS
-        self._verified[hashlib.sha256(token).digest()] = _Verified(owner, ends, num_fetched)
+        self._verified[hashlib.sha256(token).digest()] = _Verified(owner, ends, num_changes)
         if len(self._verified) > _MAX_REMEMBERED:
             self._verified.popitem(last=False)
         return owner

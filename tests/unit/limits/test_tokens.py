@@ -367,6 +367,18 @@ async def test_a_verified_token_is_known_until_it_expires_or_keys_are_fetched_wi
         await keys.authenticate(given)
 
 
+async def test_a_verified_token_stays_known_when_an_unknown_key_id_causes_a_fetch_of_the_same_keys(
+    key_server: KeyServer,
+) -> None:
+    """Otherwise anybody could make the server forget all tokens, as often as it fetches."""
+    source, given = Source(key_server), token()
+    assert await source.is_accepted(given)
+    source.now += 11
+    assert not await source.is_accepted(token(OTHER_KEY, id="guess"))
+    assert key_server.asked == 2
+    assert source.verifier.known_owner(given) is not None
+
+
 async def test_few_verified_tokens_are_remembered(key_server: KeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "_MAX_REMEMBERED", 3)
     source = Source(key_server)
