@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self
 
 import jinja2
 import jinja2.ext
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config.paths import why_unreadable
@@ -115,8 +116,13 @@ class ChatTemplate:
         except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
             raise ValueError(f"{self._title} fails on these messages: {error}") from error
         finally:
-            # A macro refers to its context. Without this, the messages would wait for a garbage collection.
+            # Macros refer to their context and variables, and a recursive one to itself. Without this, the messages
+            # would wait for a garbage collection.
+            for value in context.vars.values():
+                if isinstance(value, Macro):
+                    vars(value).clear()
             context.vars.clear()
+            context.parent.clear()
         return "".join(pieces)
 
     def _with_shown_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -1,6 +1,8 @@
 """`ChatTemplate`: where templates are found, what they may do, and how their refusals are reported."""
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,29 @@ def test_a_template_that_writes_for_ever_slowly_is_stopped(monkeypatch: pytest.M
     monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.05)
     with pytest.raises(ValueError, match=r"still writing after 0.05 s"):
         render("{% for i in range(99999) %}{% for j in range(99999) %}.{% endfor %}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro m(n) %}{{ m(n - 1) if n }}{% endmacro %}{{ m(2) }}",
+        "{% set first = messages[0] %}{% macro m(n) %}{{ first.role }}{{ m(n - 1) if n }}{% endmacro %}{{ m(2) }}",
+        "{% macro a() %}{% macro m(n) %}{{ m(n - 1) if n }}{% endmacro %}{{ m(2) }}{% endmacro %}{{ a() }}",
+    ],
+)
+def test_messages_are_freed_without_a_garbage_collection_where_a_macro_calls_itself(source: str) -> None:
+    class Message(dict[str, str]):
+        """A message that can be referred to weakly."""
+
+    template, message = ChatTemplate({"default": source}), Message(role="user")
+    held = weakref.ref(message)
+    gc.disable()
+    try:
+        template.render([message])
+        del message
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_template_of_the_operators_own_stands_in_for_the_checkpoints(tmp_path: Path) -> None:
