@@ -26,7 +26,6 @@ _ROOT = str(Path(__file__).parents[2])
 _INHERITED = ("LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "TZ")
 """Variables that the child's interpreter may need to start and that hold no secrets."""
 
-
 NICENESS = 10
 """Lower priority than steps and streams, which other clients wait for, on machines with few processors. Next to two
 busy threads of normal priority on the same processor, work of 0.4 s still takes no more than 8 s."""
@@ -39,15 +38,15 @@ def sandbox_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in _INHERITED if name in os.environ} | {"PYTHONPATH": _ROOT}
 
 
-def confine(memory_bytes: int, cpu_seconds: float | None = None) -> None:
+def confine(memory_bytes: int, cpu_seconds: float | None = None, niceness: int = NICENESS) -> None:
     """Confine this process, and the threads that it starts later, permanently.
 
     `cpu_seconds` is the CPU time, rounded up to whole seconds, after which the kernel kills the process; None for a
-    process that answers many requests and limits each. Modules that read files must be imported before. Raises
-    `OSError` if the kernel refuses a feature that it offers.
+    process that answers many requests and limits each. `niceness` lowers its priority. Modules that read files must
+    be imported before. Raises `OSError` if the kernel refuses a feature that it offers.
     """
     libc = _libc()
-    os.nice(NICENESS)
+    os.nice(niceness)
     _checked(libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
     _checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
     if _landlock_version() > 0:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from engine.text import sandbox
+from engine.text import sandbox, template_sandbox
 from engine.text.sandbox import gaps, sandbox_environment
+from engine.text.structured import compiler
 from engine.text.structured.compiler import CheckProcess
-from engine.text.structured.parser_setup import CHECK_MEMORY_BYTES
-from engine.text.template_sandbox import MEMORY_BYTES, render_untrusted
+from engine.text.structured.parser_setup import CHECK_CPU_SECONDS, CHECK_MEMORY_BYTES
+from engine.text.template_sandbox import CPU_SECONDS, MEMORY_BYTES, render_untrusted
 
 NUMBERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
 needs_kernel = pytest.mark.skipif(bool(gaps()), reason="; ".join(gaps()))
@@ -166,6 +167,13 @@ def assert_is_confined(process: "subprocess.Popen[bytes]", memory: int) -> None:
     assert {int(each) for each in os.listdir(f"/proc/{process.pid}/fd")} == {0, 1, 2}
 
 
+def seconds_of_a_busy_core(process: "subprocess.Popen[bytes]", cpu_seconds: float) -> float:
+    """Return how long work of a child takes next to two threads of this process's priority on the same processor."""
+    # A step of niceness changes a thread's weight by a quarter (sched_prio_to_weight in the kernel's sched/core.c).
+    niceness = os.getpriority(os.PRIO_PROCESS, process.pid) - os.getpriority(os.PRIO_PROCESS, 0)
+    return cpu_seconds * (1 + 2 * 1.25**niceness)
+
+
 @needs_kernel
 @pytest.mark.skipif(os.geteuid() != 0, reason="a process that is not dumpable shows itself to root alone")
 def test_the_process_that_checks_grammars_is_confined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +184,7 @@ def test_the_process_that_checks_grammars_is_confined(monkeypatch: pytest.Monkey
         assert checks._process is not None
         assert_is_confined(checks._process, CHECK_MEMORY_BYTES)
         assert resource.prlimit(checks._process.pid, resource.RLIMIT_NPROC) == (0, 0)
+        assert seconds_of_a_busy_core(checks._process, CHECK_CPU_SECONDS) < compiler._WALL_SECONDS
     finally:
         checks.close()
 
@@ -200,6 +209,7 @@ def test_the_process_that_renders_a_request_s_template_is_confined_before_it_rea
         while status(process.pid)["Seccomp"] != "2":
             assert process.poll() is None
         assert_is_confined(process, MEMORY_BYTES)
+        assert seconds_of_a_busy_core(process, CPU_SECONDS) < template_sandbox._WALL_SECONDS
     finally:
         process.kill()
         process.communicate()
