@@ -269,8 +269,10 @@ class GrammarQueue:
         self._matchers = matchers
         self._admit = admit
         self._refuse = refuse
-        self._pending: dict[int, Sequence] = {}
-        """Sequences that are not admitted yet, by id, in the order of arrival."""
+        self._owners: dict[int, str] = {}
+        """Owners of sequences that are not admitted yet, by the sequences' ids."""
+        self._pending: dict[str, dict[int, Sequence]] = {}
+        """These sequences, by owner and id, in the order of arrival. No owner is without a sequence."""
         self._shares = FairShares(_CREDIT_SECONDS)
         """Seconds for which each owner's grammars were compiled."""
         self._changed = threading.Condition()
@@ -293,13 +295,24 @@ class GrammarQueue:
             return
         with self._changed:
             self._shares.join(seq.owner)
-            self._pending[seq.id] = seq
+            self._owners[seq.id] = seq.owner
+            self._pending.setdefault(seq.owner, {})[seq.id] = seq
             self._changed.notify()
 
     def cancel(self, seq_ids: Collection[int]) -> list[int]:
         """Drop those of the given sequences that are not admitted yet. Returns their ids."""
         with self._changed:
-            return [seq_id for seq_id in seq_ids if self._pending.pop(seq_id, None) is not None]
+            return [seq_id for seq_id in seq_ids if self._take(seq_id)]
+
+    def _take(self, seq_id: int) -> bool:
+        """Remove a sequence, under the lock. Returns False if it is not pending."""
+        owner = self._owners.pop(seq_id, None)
+        if owner is None:
+            return False
+        del self._pending[owner][seq_id]
+        if not self._pending[owner]:
+            del self._pending[owner]
+        return True
 
     def _next(self) -> Sequence:
         """Wait for a sequence, and return the first one of the owner to serve next."""
@@ -307,15 +320,15 @@ class GrammarQueue:
             self._changed.wait_for(lambda: self._pending)
             self._shares.set_time(time.monotonic())
             if self._shares.is_crowded:
-                self._shares.forget_all_but({seq.owner for seq in self._pending.values()})
-            # `min` returns the first of equals, which is the owner's oldest.
-            seq = min(self._pending.values(), key=lambda seq: self._shares.served(seq.owner))
-            self._shares.serve(seq.owner, 0.0)
-            return seq
+                self._shares.forget_all_but(self._pending.keys())
+            owner = min(self._pending, key=self._shares.served)
+            self._shares.serve(owner, 0.0)
+            return next(iter(self._pending[owner].values()))
 
     def _work(self) -> None:
-        os.nice(NICENESS)  # On Linux, of this thread alone.
         self._matchers.load()
+        # On Linux, of this thread alone. All first grammars wait for the vocabulary, so it is read at normal priority.
+        os.nice(NICENESS)
         while True:
             seq = self._next()
             began = time.thread_time()
@@ -323,7 +336,7 @@ class GrammarQueue:
             # Under the lock, so that an abort finds the sequence either here or in the input queue.
             with self._changed:
                 self._shares.charge(seq.owner, (time.thread_time() - began) / seq.weight)
-                if self._pending.pop(seq.id, None) is None:
+                if not self._take(seq.id):
                     continue
                 if refusal is None:
                     self._admit(seq)

@@ -1,5 +1,6 @@
 """Matchers over a vocabulary of single bytes: allowed tokens, the end, and refusals."""
 
+import os
 import threading
 from queue import SimpleQueue
 
@@ -7,8 +8,10 @@ import numpy as np
 import pytest
 
 from engine.core.sockets import GrammarQueue
+from engine.fair_shares import FairShares
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.text.sandbox import NICENESS
 from engine.text.structured.matcher import MaskComputer, MaskedRow, Matcher, Matchers, TokenMasks, packed
 from engine.text.structured.spec import GrammarSpec, InvalidGrammar, lark_of
 
@@ -248,6 +251,53 @@ def test_a_grammar_does_not_wait_for_all_those_of_another_owner() -> None:
     order = [admitted.queue.get(timeout=WAIT_SECONDS).id for _ in range(6)]
     assert order.index(9) <= 1
     assert [id for id in order if id != 9] == [0, 1, 2, 3, 4]
+
+
+def test_the_next_owner_is_found_without_looking_at_all_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_load, looked_at, served = threading.Event(), 0, FairShares.served
+
+    def slow() -> ByteTokenizer:
+        may_load.wait()
+        return ByteTokenizer()
+
+    def counted(shares: FairShares, owner: str) -> float:
+        nonlocal looked_at
+        looked_at += 1
+        return served(shares, owner)
+
+    monkeypatch.setattr(FairShares, "served", counted)
+    admitted = Admitted(Matchers(slow, VOCAB_SIZE, [EOS]))  # type: ignore[arg-type, return-value]
+    for id in range(200):
+        admitted.add(id, regex("ab"), f"owner {id % 2}")
+    may_load.set()
+    assert {admitted.queue.get(timeout=WAIT_SECONDS).id for _ in range(200)} == set(range(200))
+    assert looked_at <= 10 * 200
+
+
+def test_grammars_are_compiled_at_a_lower_priority_but_the_vocabulary_is_not_read_at_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    priorities = []
+
+    def note_priority() -> None:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    def load() -> ByteTokenizer:
+        note_priority()
+        return ByteTokenizer()
+
+    def compile_grammar(grammar: str) -> Matcher:
+        note_priority()
+        return matcher(grammar)
+
+    matchers = Matchers(load, VOCAB_SIZE, [EOS])  # type: ignore[arg-type, return-value]
+    matcher = matchers.matcher
+    monkeypatch.setattr(matchers, "matcher", compile_grammar)
+    admitted = Admitted(matchers)
+    admitted.add(1, regex("ab"))
+    admitted.queue.get(timeout=WAIT_SECONDS)
+    normal = os.getpriority(os.PRIO_PROCESS, 0)
+    assert priorities == [normal, min(normal + NICENESS, 19)]
 
 
 def test_the_time_of_compiling_is_charged_to_the_first_sequence_alone() -> None:
