@@ -725,9 +725,8 @@ class Scheduler:
                         output.finished = True
                         finished.append(seq)
                         break
-            if matcher is not None and self.step_budget is not None:
-                cost, matcher.uncharged_seconds = self.step_budget.num_tokens(matcher.uncharged_seconds), 0.0
-                self._shares.charge(seq.owner, cost / seq.weight)
+            if matcher is not None:
+                self._charge_grammar(seq)
             if not accepted:
                 continue
             if seq.first_token_time == 0.0:
@@ -827,6 +826,13 @@ class Scheduler:
             costs[seq.owner] = costs.get(seq.owner, 0.0) + cost
         for owner, cost in costs.items():
             self._shares.charge(owner, cost)
+
+    def _charge_grammar(self, seq: Sequence) -> None:
+        """Charge a sequence's owner for the time that its grammar took since the last charge."""
+        matcher = seq.matcher
+        if matcher is not None and matcher.uncharged_seconds and self.step_budget is not None:
+            cost, matcher.uncharged_seconds = self.step_budget.num_tokens(matcher.uncharged_seconds), 0.0
+            self._shares.charge(seq.owner, cost / seq.weight)
 
     def _forget_owners(self) -> None:
         """Remove the state of owners without sequences."""
@@ -1027,6 +1033,7 @@ class Scheduler:
     ) -> list[RequestOutput]:
         for seq in seqs:
             seq.leave_reason = reason
+            self._charge_grammar(seq)
             self._release(seq, SequenceStatus.FINISHED)
         if seqs:
             self.running = deque(seq for seq in self.running if seq.status is SequenceStatus.RUNNING)

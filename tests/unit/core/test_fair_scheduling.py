@@ -62,15 +62,26 @@ def test_with_one_owner_the_order_is_that_of_arrival() -> None:
 def test_the_time_of_a_grammar_counts_as_the_tokens_that_would_take_it() -> None:
     made = engine(enable_prefix_caching=False)
     costly = SimpleNamespace(uncharged_seconds=6.0, error=None, is_complete=False, accept=lambda token_id: True)
-    made.add(100, 3, owner="other", at=made.now)
+    made.add(100, 1000, owner="other", at=made.now)
     seqs = [made.add(100, 3, owner=owner, at=made.now) for owner in ("grammar", "plain")]
     seqs[0].matcher = costly  # type: ignore[assignment]
     made.run(lambda: all(seq.is_finished for seq in seqs))
     assert costly.uncharged_seconds == 0.0
-    made.add(3000, 1, owner="other", at=made.now)
     prompts = {owner: made.add(3000, 1, owner=owner, at=made.now) for owner in ("grammar", "plain")}
     made.run(lambda: prompts["plain"].is_finished)
-    assert prompts["grammar"].num_computed_tokens == 0
+    assert prompts["grammar"].status is SequenceStatus.WAITING
+
+
+def test_the_time_of_a_grammar_counts_where_its_sequence_is_aborted_before_it_has_a_token() -> None:
+    made = engine(enable_prefix_caching=False)
+    made.add(100, 1000, owner="other", at=made.now)
+    seqs = [made.add(100, 3, owner=owner, at=made.now) for owner in ("grammar", "plain")]
+    seqs[0].matcher = SimpleNamespace(uncharged_seconds=6.0)  # type: ignore[assignment]
+    made._take_in()
+    made.scheduler.abort([seq.id for seq in seqs])
+    prompts = {owner: made.add(3000, 1, owner=owner, at=made.now) for owner in ("grammar", "plain")}
+    made.run(lambda: prompts["plain"].is_finished)
+    assert prompts["grammar"].status is SequenceStatus.WAITING
 
 
 def test_choices_of_one_request_count_as_their_tokens() -> None:
