@@ -50,8 +50,8 @@ _MIN_PAUSE, _MAX_PAUSE = 10.0, 300.0
 """Seconds between two fetches, doubled by each failure: tokens with unknown key ids must not cause constant
 fetches."""
 
-_MAX_REMEMBERED = 4096
-"""Most tokens whose verification is remembered."""
+_MAX_REMEMBERED, _MAX_PER_SUBJECT = 4096, 64
+"""Most tokens whose verification is remembered, and most of one subject. The least recently used one is forgotten."""
 
 _MAX_WAITING = 4
 """Most requests that wait for a fetch. Anybody can send a token with an unknown key id, and each waiting request holds
@@ -197,7 +197,9 @@ class TokenVerifier:
         self._audience = audience
         self._keys = keys
         self._verified: OrderedDict[bytes, _Verified] = OrderedDict()
-        """Verified tokens by their digests, the latest last."""
+        """Verified tokens by their digests, the one used last at the end."""
+        self._of_subject: dict[str, OrderedDict[bytes, None]] = {}
+        """Digests of each subject's verified tokens, by `Owner.party`, in the same order."""
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self | None:
@@ -234,9 +236,12 @@ class TokenVerifier:
 
     def known_owner(self, token: bytes) -> Owner | None:
         """Return the owner of a token that was verified before, and is still valid; else None."""
-        verified = self._verified.get(hashlib.sha256(token).digest())
+        digest = hashlib.sha256(token).digest()
+        verified = self._verified.get(digest)
         if verified is None or verified.num_changes != self._keys.num_changes or verified.ends <= time.time():
             return None
+        self._verified.move_to_end(digest)
+        self._of_subject[verified.owner.party].move_to_end(digest)
         return verified.owner
 
     async def owner(self, token: bytes) -> Owner:
@@ -278,10 +283,27 @@ class TokenVerifier:
             raise _refused("it cannot be read") from error
         owner = self._owner(claims)
         ends = int(claims["exp"]) + _LEEWAY_SECONDS
-        self._verified[hashlib.sha256(token).digest()] = _Verified(owner, ends, num_changes)
-        if len(self._verified) > _MAX_REMEMBERED:
-            self._verified.popitem(last=False)
+        self._remember(hashlib.sha256(token).digest(), _Verified(owner, ends, num_changes))
         return owner
+
+    def _remember(self, digest: bytes, verified: _Verified) -> None:
+        """Add a verified token as the one used last. One subject's tokens never displace all those of others."""
+        self._forget(digest)
+        self._verified[digest] = verified
+        of_subject = self._of_subject.setdefault(verified.owner.party, OrderedDict())
+        of_subject[digest] = None
+        if len(of_subject) > _MAX_PER_SUBJECT:
+            self._forget(next(iter(of_subject)))
+        elif len(self._verified) > _MAX_REMEMBERED:
+            self._forget(next(iter(self._verified)))
+
+    def _forget(self, digest: bytes) -> None:
+        verified = self._verified.pop(digest, None)
+        if verified is not None:
+            of_subject = self._of_subject[verified.owner.party]
+            del of_subject[digest]
+            if not of_subject:
+                del self._of_subject[verified.owner.party]
 
     def _owner(self, claims: dict[str, Any]) -> Owner:
         subject: str = claims["sub"]

@@ -386,6 +386,33 @@ async def test_few_verified_tokens_are_remembered(key_server: KeyServer, monkeyp
     for each in given:
         assert await source.is_accepted(each)
     assert [source.verifier.known_owner(each) is not None for each in given] == [False] * 2 + [True] * 3
+    assert len(source.verifier._of_subject) == 3
+
+
+async def test_a_verified_token_that_is_used_stays_known_while_others_are_forgotten(
+    key_server: KeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "_MAX_REMEMBERED", 3)
+    source, used = Source(key_server), token(sub="user")
+    assert await source.is_accepted(used)
+    for each in range(5):
+        assert await source.is_accepted(token(sub=f"subject{each}"))
+        assert source.verifier.known_owner(used) is not None
+
+
+async def test_the_tokens_of_one_subject_do_not_displace_those_of_others(
+    key_server: KeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "_MAX_REMEMBERED", 6)
+    monkeypatch.setattr(tokens, "_MAX_PER_SUBJECT", 3)
+    source, other = Source(key_server), token(sub="other")
+    assert await source.is_accepted(other)
+    given = [token(jti=str(each)) for each in range(8)]
+    for each in given:
+        assert await source.is_accepted(each)
+        assert source.verifier.known_owner(given[0]) is not None, "this one is used"
+    known = {each for each in (other, *given) if source.verifier.known_owner(each) is not None}
+    assert known == {other, given[0], *given[-2:]}
 
 
 async def test_a_server_takes_tokens_over_http_and_answers_by_their_scopes(file: Path) -> None:
