@@ -148,7 +148,9 @@ class Frontend:
             num_replicas=self._num_replicas,
         )
         self.admission = Admission.of(config, self.metrics, self.accounts, shared.quotas)
-        self.hub = Hub(core, self.metrics, self.admission, self.adapters.model_name, ids, first_replica)
+        self.hub = Hub(
+            core, self.metrics, self.admission, shared.jobs.answers, self.adapters.model_name, ids, first_replica
+        )
         shared.reloader.add(self.admission.limit)
         shared.reloader.add(lambda settings: core.set_log_level(settings.log_level))
         self.failure: str | None = None

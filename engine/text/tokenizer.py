@@ -154,9 +154,13 @@ class Tokenizer:
         backend.add_special_tokens(known)
         self._backend = backend
         self._bytes = TokenBytes(backend)
-        self.token_bytes = lru_cache(CACHED_TOKENS)(self._bytes.inside)
+        self.token_bytes = spelled = lru_cache(CACHED_TOKENS)(self._bytes.inside)
         """Returns the bytes that a token adds to a text, which may be part of a character; empty for an id without a
         token."""
+        self.token_text = lru_cache(CACHED_TOKENS)(lambda token_id: spelled(token_id).decode(errors="replace"))
+        """Returns `token_bytes` as text for display: incomplete characters become U+FFFD."""
+        self.token_name = lru_cache(CACHED_TOKENS)(lambda token_id: _name_of(spelled(token_id)))
+        """Returns `token_bytes` as text; if they are not whole characters, the bytes, so that names are distinct."""
         self.first_token_bytes = self._bytes.first
         """Returns the same for the first token of a text, where some decoders drop a leading space."""
         self.token = self._bytes.token
@@ -252,10 +256,6 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
-    def token_text(self, token_id: int) -> str:
-        """Return `token_bytes` as text for display: incomplete characters become U+FFFD."""
-        return self.token_bytes(token_id).decode(errors="replace")
-
 
 class TextStream:
     """Decodes a growing list of token ids. A character is returned when all of its bytes are known."""
@@ -280,6 +280,13 @@ class TextStream:
                 first = self._tokenizer.first_token_bytes(shown[0])
                 return self._decode(first + b"".join(map(token_bytes, shown[1:])), final)
         return self._decode(b"".join(map(token_bytes, shown)), final)
+
+
+def _name_of(spelled: bytes) -> str:
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 def _is_of_library(error: BaseException) -> bool:

@@ -285,6 +285,8 @@ class Jobs:
         self.texts = FairPool("prompts", min(32, (os.cpu_count() or 1) + 2), 512, accounts)
         # Few threads, since Python in each delays the event loop; more on large machines, since tokenising does not.
         self.large_texts = FairPool("prompts of many messages", max(1, (os.cpu_count() or 1) // 8), 512, accounts)
+        # One thread, for the same reason. Answers that are computed already are not refused.
+        self.answers = FairPool("answers", 1, math.inf, accounts)
         self.templates = FairPool("templates of requests", 2, 64, accounts)
         self.grammars = FairPool("grammar checks", NUM_GRAMMAR_CHECKS, 64, accounts)
         # One thread: each further one that reads lines would hold the interpreter lock in turn with the event loop.
@@ -297,8 +299,8 @@ class Jobs:
 
     def close(self) -> None:
         """Let each thread end when its job is done."""
-        pools = (self.bodies, self.objects, self.texts, self.large_texts, self.templates, self.grammars, self.batches)
-        for pool in pools:
+        texts = (self.texts, self.large_texts, self.answers, self.templates)
+        for pool in (self.bodies, self.objects, *texts, self.grammars, self.batches):
             pool.close()
 
 

@@ -45,7 +45,7 @@ from server.schemas.chat import (
 from server.schemas.generation import CompletionTokensDetails, PromptLogprobs, Usage
 from server.streaming.generation import Generation
 from server.streaming.logprobs import chat_logprobs, prompt_logprobs
-from server.streaming.sse import ChunkWriter, Renderer, answer_head, encode, ending
+from server.streaming.sse import ChunkWriter, Renderer, answer_head, encode, ending, in_slices
 
 
 class CustomCallPart(ToolCallPart, frozen=True):
@@ -247,7 +247,8 @@ class ChatRenderer(Renderer):
     def chunk(self, index: int, delta: RequestDelta) -> bytes:
         if delta.prompt_logprobs is None:
             return self._answer_chunk(index, delta)
-        prompt = self._chunks.of_prompt(b',"prompt_logprobs":' + encode(self._of_prompt(delta.prompt_logprobs)))
+        encoded = encode(in_slices(self._of_prompt(delta.prompt_logprobs)))
+        prompt = self._chunks.of_prompt(b',"prompt_logprobs":' + encoded)
         return prompt + self._answer_chunk(index, delta)
 
     def _answer_chunk(self, index: int, delta: RequestDelta) -> bytes:

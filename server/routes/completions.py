@@ -27,7 +27,7 @@ from server.schemas.completions import Completion, CompletionChoice, CompletionL
 from server.schemas.generation import PromptLogprobs, Usage
 from server.streaming.generation import MANY_SEQUENCES, Generation
 from server.streaming.logprobs import CompletionLogprobsWriter, prompt_logprobs
-from server.streaming.sse import ChunkWriter, Renderer, answer_head, encode, ending
+from server.streaming.sse import ChunkWriter, Renderer, answer_head, encode, ending, in_slices
 
 
 class CompletionChunkWriter(ChunkWriter):
@@ -116,14 +116,14 @@ class CompletionRenderer(Renderer):
         request, prompt = self._request, self._prompts[number]
         members = b""
         if request.prompt_logprobs is not None:
-            members += b',"prompt_logprobs":' + encode(self._of_prompt(positions))
+            members += b',"prompt_logprobs":' + encode(in_slices(self._of_prompt(positions)))
         if request.return_token_ids:
             members += b',"prompt_token_ids":%b,"token_ids":[]' % encode(prompt.token_ids)
         if not prompt.echo and not members and (not request.echo or request.logprobs is None):
             return b""
         first = number * request.n
         return b"".join(
-            self._chunks.delta(index, prompt.echo, self._echoed(index, positions), None, members)
+            self._chunks.delta(index, prompt.echo, in_slices(self._echoed(index, positions)), None, members)
             for index in range(first, first + request.n)
         )
 

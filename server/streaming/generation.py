@@ -8,15 +8,17 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.config.config import Config
-from engine.messages import AddRequest
+from engine.messages import AddRequest, TokenLogprobs
 from engine.text.io_processor import NewSequence
 from engine.text.request_state import RequestDelta, RequestState
 from server.access_log import RequestFacts, facts_of
@@ -25,16 +27,17 @@ from server.limits.owners import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
 from server.streaming.resumable import ResumableStreams
-from server.streaming.sse import EventStream, Renderer, while_connected
+from server.streaming.sse import EventStream, Renderer, encode, in_slices, while_connected
 
 _log = logging.getLogger(__name__)
+
+Rendered = TypeVar("Rendered")
 
 MAX_PROMPT_LOGPROBS = 2**22
 """Most log probabilities of prompts in one answer: a few hundred megabytes of text."""
 
 _MANY_LOGPROBS = 4096
-"""An answer with more log probabilities is rendered in a thread, so that other streams continue meanwhile."""
-
+"""More log probabilities are rendered in a thread, so that other streams continue meanwhile."""
 
 MANY_SEQUENCES = 64
 """More sequences of a request are created, and their answer is rendered, in a thread: 2048 take 20 ms each."""
@@ -69,7 +72,9 @@ class Generation:
                 f"each choice; a request may ask for at most {MAX_PROMPT_LOGPROBS}",
                 param="logprobs",
             )
-        self._renders_in_thread = num_logprobs > _MANY_LOGPROBS or len(sequences) > MANY_SEQUENCES
+        params = sequences[0].request.sampling_params
+        has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        self._may_be_large = has_logprobs or len(sequences) > MANY_SEQUENCES
         self._hub = hub
         self._settings = config.server_config
         self._sequences = sequences
@@ -104,10 +109,10 @@ class Generation:
                 return held_by.begin(renderer.head.id, self._owner, self.events(renderer), self.end, self._facts)
             return EventStream(self.events(renderer), self.end, renderer.ping)
         await self.complete(renderer.head.id, http)
-        if self._renders_in_thread:
-            content = await asyncio.to_thread(self._whole, renderer)
+        if self._may_be_large:
+            content = await self._render(lambda: encode(in_slices(self.whole(renderer))), self._states)
         else:
-            content = self._whole(renderer)
+            content = encode(self.whole(renderer))
         return Response(content, media_type="application/json")
 
     async def complete(self, id: str, http: Request | None = None) -> list[RequestState]:
@@ -151,9 +156,6 @@ class Generation:
         """Render the answer once all sequences have ended."""
         return renderer.whole(self._answered(), self.usage)
 
-    def _whole(self, renderer: Renderer) -> bytes:
-        return msgspec.json.encode(self.whole(renderer))
-
     def events(self, renderer: Renderer) -> AsyncGenerator[bytes, None]:
         """Submit the sequences and yield the events of the stream, joined if several are ready.
 
@@ -171,8 +173,8 @@ class Generation:
             remaining = len(self._states)
             while True:
                 deltas = await stream.take()
-                if self._renders_in_thread:
-                    events = await asyncio.to_thread(_chunks, renderer, deltas)
+                if self._may_be_large:
+                    events = await self._render(partial(_chunks, renderer, deltas), deltas.values())
                 else:
                     events = _chunks(renderer, deltas)
                 for delta in deltas.values():
@@ -191,6 +193,18 @@ class Generation:
             yield renderer.failure(EngineError(f"the stream failed: {error}"))
         finally:
             self.end()
+
+    async def _render(
+        self, work: Callable[[], Rendered], rendered: Collection[RequestState | RequestDelta]
+    ) -> Rendered:
+        """Run `work`, which renders these states or deltas; in the thread for large answers if it takes long."""
+        num_logprobs = sum(
+            _num_logprobs(each.logprobs) + self._num_answered * _num_logprobs(each.prompt_logprobs)
+            for each in rendered
+        )
+        if num_logprobs > _MANY_LOGPROBS or len(self._states) > MANY_SEQUENCES:
+            return await self._hub.answers.run(self._owner, work)
+        return work()
 
     def _answered(self) -> list[RequestState]:
         """Return the choices of the answer. Prompt log probabilities, computed for the first choice, are copied to the
@@ -301,9 +315,14 @@ def _chunks(renderer: Renderer, deltas: Mapping[int, RequestDelta]) -> list[byte
 
 
 def _num_prompt_logprobs(request: AddRequest) -> int:
-    """Return the number of log probabilities that a prompt has, of its tokens and their alternatives."""
+    """Return the number of log probabilities that a prompt will have, of its tokens and their alternatives."""
     alternatives = request.sampling_params.prompt_logprobs
     return 0 if alternatives is None else len(request.prompt_token_ids) * (1 + alternatives)
+
+
+def _num_logprobs(positions: list[TokenLogprobs] | None) -> int:
+    """Return the number of log probabilities, of tokens and their alternatives."""
+    return len(positions) * (1 + len(positions[0].top_ids)) if positions else 0
 
 
 def _mean_logprob(state: RequestState) -> float:

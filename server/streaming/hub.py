@@ -20,6 +20,7 @@ from engine.text.request_state import RequestDelta, RequestState
 from server.errors import ApiError, BadRequest, EngineError, PoisonousRequest
 from server.limits.accounts import Tally
 from server.limits.admission import Admission
+from server.limits.jobs import FairPool
 from server.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -52,11 +53,14 @@ class Hub:
         core: CoreManager,
         metrics: Metrics,
         admission: Admission,
+        answers: FairPool,
         model_name: Callable[[int], str] = lambda adapter: "model",
         ids: Iterator[int] | None = None,
         first_replica: int = 0,
     ) -> None:
-        """`model_name` returns the served name of an adapter by its number, or of the model for 0. It raises an
+        """`answers` renders large answers.
+
+        `model_name` returns the served name of an adapter by its number, or of the model for 0. It raises an
         `ApiError` for an adapter that is no longer served.
 
         `ids` generates ids of sequences; pass it if other users of the core share the ids. `first_replica` is the
@@ -67,6 +71,7 @@ class Hub:
         """Time at which a sequence last ended, on the monotonic clock."""
         self._model_name = model_name
         self.admission = admission
+        self.answers = answers
         self.metrics = metrics
         self._core = core
         self._live: dict[int, _Live] = {}

@@ -1,7 +1,8 @@
 """Converts the engine's log probabilities to OpenAI's forms for completions, chats and prompts."""
 
 import codecs
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable
 
 from engine.messages import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ class CompletionLogprobsWriter:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, as_ids: bool = False) -> None:
         """With `as_ids`, tokens are written as their ids."""
         self._tokenizer = tokenizer
-        self._as_ids = as_ids
+        self._name = _by_id if as_ids else tokenizer.token_name
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._offset = 0
         self._at_start = False
@@ -52,10 +53,11 @@ class CompletionLogprobsWriter:
     def _add(self, written: CompletionLogprobs, position: TokenLogprobs, count: int) -> None:
         token = self._name(position.token_id)
         logprob = max(position.logprob, _LOWEST)
-        top = {self._name(id): max(value, _LOWEST) for id, value in _alternatives(position, count)}
+        top = dict(zip(map(self._name, position.top_ids[:count]), _finite(position.top_logprobs[:count]), strict=True))
         written.tokens.append(token)
         written.token_logprobs.append(logprob)
-        written.top_logprobs.append({**top, token: logprob})
+        top[token] = logprob
+        written.top_logprobs.append(top)
         written.text_offset.append(self._offset)
         self._advance(position.token_id)
 
@@ -66,16 +68,6 @@ class CompletionLogprobsWriter:
             self._offset += len(self._decode(spelled(token_id)))
             self._at_start = False
 
-    def _name(self, token_id: int) -> str:
-        """Return the token's text; if its bytes are not whole characters, the bytes, so that names are distinct."""
-        if self._as_ids:
-            return _by_id(token_id)
-        spelled = self._tokenizer.token_bytes(token_id)
-        try:
-            return spelled.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
-
 
 def prompt_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs], count: int) -> PromptLogprobs:
     """Convert a prompt's log probabilities, with `count` alternatives. `positions` has all tokens but the first."""
@@ -83,13 +75,11 @@ def prompt_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs], co
 
 
 def _candidates(tokenizer: Tokenizer, position: TokenLogprobs, count: int) -> dict[int, PromptTokenLogprob]:
-    own = {position.token_id: (position.logprob, position.rank)}
-    ranked = enumerate(_alternatives(position, count), 1)
-    candidates = own | {id: (logprob, rank) for rank, (id, logprob) in ranked}
-    return {
-        id: PromptTokenLogprob(max(logprob, _LOWEST), rank, tokenizer.token_text(id))
-        for id, (logprob, rank) in candidates.items()
-    }
+    own, text = position.token_id, tokenizer.token_text
+    candidates = {own: PromptTokenLogprob(max(position.logprob, _LOWEST), position.rank, text(own))}
+    ids, logprobs = position.top_ids[:count], _finite(position.top_logprobs[:count])
+    candidates.update(zip(ids, map(PromptTokenLogprob, logprobs, itertools.count(1), map(text, ids)), strict=True))
+    return candidates
 
 
 def chat_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs], *, as_ids: bool = False) -> ChatLogprobs:
@@ -98,20 +88,22 @@ def chat_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs], *, a
 
 
 def _chat_token(tokenizer: Tokenizer, position: TokenLogprobs, as_ids: bool) -> TokenLogprob:
-    alternatives = _alternatives(position, len(position.top_ids))
+    alternatives = zip(position.top_ids, _finite(position.top_logprobs), strict=True)
     top = [TopLogprob(*_spelled(tokenizer, id, logprob, as_ids)) for id, logprob in alternatives]
     return TokenLogprob(*_spelled(tokenizer, position.token_id, position.logprob, as_ids), top)
 
 
 def _spelled(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> tuple[str, float, list[int]]:
-    spelled = tokenizer.token_bytes(token_id)
-    name = _by_id(token_id) if as_ids else spelled.decode(errors="replace")
-    return name, max(logprob, _LOWEST), list(spelled)
+    name = _by_id(token_id) if as_ids else tokenizer.token_text(token_id)
+    return name, max(logprob, _LOWEST), list(tokenizer.token_bytes(token_id))
 
 
 def _by_id(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def _alternatives(position: TokenLogprobs, count: int) -> Sequence[tuple[int, float]]:
-    return list(zip(position.top_ids, position.top_logprobs, strict=True))[:count]
+def _finite(logprobs: list[float]) -> list[float]:
+    """Replace minus infinity in log probabilities in descending order."""
+    if logprobs and logprobs[-1] < _LOWEST:
+        return [max(each, _LOWEST) for each in logprobs]
+    return logprobs

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -30,6 +30,9 @@ _COMMENT = ServerSentEvent(comment="ping", sep="\n")
 """Ping that clients ignore, but that keeps proxies from closing the connection."""
 
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+
+_SLICE = 64
+"""Entries of a list that are encoded at a time, in `in_slices`."""
 
 
 @asynccontextmanager
@@ -192,6 +195,35 @@ def error_event(body: bytes) -> bytes:
 def ending(logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
     """Return the members that follow the text or delta in a choice, and the choice's end."""
     return b',"logprobs":%b,"finish_reason":%b}' % (encode(logprobs), encode(finish_reason))
+
+
+Answer = TypeVar("Answer")
+
+
+def in_slices(answer: Answer) -> Answer:
+    """Encode the long lists of a large answer, or of its choices, and return it with their JSON in place of them.
+
+    `encode` holds the interpreter's lock during a call, for 0.1 s for a million log probabilities. Other threads run
+    between the slices of a list.
+    """
+    encoded: Answer = _in_slices(answer, has_choices=True)
+    return encoded
+
+
+def _in_slices(value: Any, *, has_choices: bool) -> Any:
+    if isinstance(value, msgspec.Struct):
+        fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
+        return msgspec.structs.replace(
+            value, **{name: _in_slices(each, has_choices=has_choices) for name, each in fields}
+        )
+    if not isinstance(value, list):
+        return value
+    if has_choices and value and isinstance(value[0], msgspec.Struct):
+        return [_in_slices(each, has_choices=False) for each in value]
+    if len(value) <= _SLICE:
+        return value
+    slices = (encode(value[start : start + _SLICE])[1:-1] for start in range(0, len(value), _SLICE))
+    return msgspec.Raw(b"[%b]" % b",".join(slices))
 
 
 class Renderer(Protocol):

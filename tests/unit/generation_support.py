@@ -11,6 +11,7 @@ from engine.text.io_processor import InputOutputProcessor
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.limits.admission import Admission
+from server.limits.jobs import Jobs
 from server.metrics import Metrics
 from server.routes.completions import CompletionRenderer, PromptEcho
 from server.schemas.completions import CompletionRequest
@@ -72,7 +73,8 @@ class FrontEnd:
         self.metrics = Metrics("1")
         self.admission = Admission.of(config, self.metrics)
         self.admission.open(_INFO)
-        self.hub = self.core.hub = Hub(cast(CoreManager, self.core), self.metrics, self.admission)
+        answers = Jobs(self.admission.accounts).answers
+        self.hub = self.core.hub = Hub(cast(CoreManager, self.core), self.metrics, self.admission, answers)
         self._processor = InputOutputProcessor(TOKENIZER, None, _INFO)
 
     def generation(self, arrival_time: float, n: int = 1, **keywords: Any) -> Generation:

@@ -53,7 +53,7 @@ def renderer(
 ) -> ChatRenderer:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [TOOL], **fields}
     request = validate(body, ChatCompletionRequest, allow_unknown=False)
-    tokenizer = cast(Tokenizer, SimpleNamespace(token_bytes=lambda token_id: b"a"))
+    tokenizer = cast(Tokenizer, SimpleNamespace(token_bytes=lambda token_id: b"a", token_text=lambda token_id: "a"))
     return ChatRenderer(request, tokenizer, "f", lambda: Scripted(script) if script is not None else parser)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.errors import BadRequest
 from server.limits.admission import Admission, Limits
+from server.limits.jobs import Jobs
 from server.metrics import Metrics
 from server.routes.completions import CompletionRenderer, PromptEcho
 from server.schemas.completions import CompletionRequest
@@ -58,7 +60,8 @@ def generation_of(
 ) -> Generation:
     """A request of `n` choices of each of some prompts of two tokens."""
     metrics = Metrics("1")
-    hub = core.hub = Hub(cast(CoreManager, core), metrics, Admission(Limits(), metrics))
+    admission = Admission(Limits(), metrics)
+    hub = core.hub = Hub(cast(CoreManager, core), metrics, admission, Jobs(admission.accounts).answers)
     info = ModelInfo("", "", "", "", 0, TOKENIZER.vocab_size, 2000, [], 16, 1000)
     processor = InputOutputProcessor(TOKENIZER, None, info)
     sequences = [
@@ -119,6 +122,56 @@ async def test_the_best_choices_are_answered_and_all_are_counted() -> None:
     assert [choice["prompt_logprobs"] for choice in answer["choices"]] == [[None], [None]]
     assert answer["usage"]["completion_tokens"] == 4 * len(core._token_ids)
     assert [each.sampling_params.prompt_logprobs for each in core.added] == [1, None, None, None]
+
+
+class CoreWithLogprobs(Core):
+    """Reports log probabilities with 20 alternatives: a number of them of its tokens, and of prompts."""
+
+    def __init__(self, num_generated: int, num_prompt: int) -> None:
+        super().__init__([5] * max(1, num_generated))
+        position = TokenLogprobs(5, -1.0, list(range(20)), [-1.0] * 20)
+        self._generated, self._prompt = [position] * num_generated, [position] * num_prompt
+
+    def answer(self) -> None:
+        for each in self.added:
+            output = RequestOutput(each.request_id, self._token_ids, True, "max_tokens", logprobs=self._generated)
+            output.prompt_logprobs = self._prompt
+            self.hub.receive(StepOutputs([output]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("num_generated", "num_prompt"), [(300, 0), (0, 300), (20, 20)])
+async def test_many_log_probabilities_are_rendered_in_the_thread_for_large_answers(
+    num_generated: int, num_prompt: int, stream: bool
+) -> None:
+    core = CoreWithLogprobs(num_generated, num_prompt)
+    generation = generation_of(core, SamplingParams(logprobs=20, prompt_logprobs=20), 1)
+    request = CompletionRequest(model="m", prompt="x", logprobs=20, prompt_logprobs=20, stream=stream)
+    threads = set()
+
+    class Watched(CompletionRenderer):
+        def whole(self, *given: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return super().whole(*given)
+
+        def chunk(self, *given: Any) -> bytes:
+            threads.add(threading.current_thread().name)
+            return super().chunk(*given)
+
+    renderer = Watched(request, TOKENIZER, "f", [PromptEcho([5, 6], "")])
+
+    async def receive() -> Any:
+        core.answer()
+        await asyncio.Event().wait()
+
+    if stream:
+        events = generation.events(renderer)
+        core.answer()
+        assert b"".join([event async for event in events])
+    else:
+        assert (await generation.respond(Request({"type": "http"}, receive), renderer, stream=False)).body
+    is_large = num_generated + num_prompt > 100
+    assert threads == {"answers_0" if is_large else threading.current_thread().name}
 
 
 def test_very_many_log_probabilities_of_prompts_are_refused() -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
@@ -14,8 +15,9 @@ from server.anthropic.rendering import PING
 from server.routes.chat import ChatChunkWriter
 from server.routes.completions import CompletionChunkWriter
 from server.schemas.chat import ChatLogprobs, TokenLogprob, TopLogprob
-from server.schemas.completions import CompletionLogprobs
-from server.schemas.generation import AnswerHead, PromptTokensDetails, StreamOptions, Usage
+from server.schemas.completions import Completion as CompletionAnswer
+from server.schemas.completions import CompletionChoice, CompletionLogprobs
+from server.schemas.generation import AnswerHead, PromptTokenLogprob, PromptTokensDetails, StreamOptions, Usage
 from server.streaming import sse
 from server.streaming.sse import DONE, EventStream, error_event
 
@@ -206,3 +208,24 @@ async def test_a_ping_waits_for_no_client_that_reads_nothing(monkeypatch: pytest
     await asyncio.wait_for(response({"type": "http", "method": "POST"}, receive, send), 60)
     assert num_pings >= 3
     assert asyncio.all_tasks() == tasks
+
+
+@pytest.mark.parametrize("length", [0, 1, 64, 65, 1000])
+def test_long_lists_of_an_answer_are_encoded_in_slices(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    lists = ["é"] * length, [-0.5] * length, [{"a": -0.5}] * length, list(range(length))
+    choices = [CompletionChoice(index, "t", CompletionLogprobs(*lists), "stop") for index in range(100)]
+    choices[1].prompt_logprobs = [None, *([{5: PromptTokenLogprob(-0.5, 1, "a")}] * length)]
+    answer = CompletionAnswer(**HEAD._asdict(), object="text_completion", choices=choices, usage=USAGE)
+    sizes = [0]
+
+    def noting(value: Any) -> bytes:
+        sizes.append(len(value))
+        return msgspec.json.encode(value)
+
+    monkeypatch.setattr(sse, "encode", noting)
+    sliced = sse.in_slices(answer)
+    assert max(sizes) == (64 if length >= 64 else 0)
+    first = sliced.choices[0].logprobs
+    assert first is not None
+    assert isinstance(first.top_logprobs, msgspec.Raw) == (length > 64)
+    assert msgspec.json.encode(sliced) == msgspec.json.encode(answer)

@@ -17,6 +17,7 @@ from models.demo import CHECKPOINT_DIR
 from server.errors import EngineError, NotReady
 from server.limits.accounts import Tally
 from server.limits.admission import Admission, Limits
+from server.limits.jobs import Jobs
 from server.limits.owners import ANYONE
 from server.metrics import Metrics
 from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
@@ -60,7 +61,8 @@ def core() -> FakeCore:
 @pytest.fixture
 def hub(core: FakeCore) -> Hub:
     metrics = Metrics("1")
-    return Hub(cast(CoreManager, core), metrics, Admission(Limits(), metrics))
+    admission = Admission(Limits(), metrics)
+    return Hub(cast(CoreManager, core), metrics, admission, Jobs(admission.accounts).answers)
 
 
 def delta_stream() -> DeltaStream:
