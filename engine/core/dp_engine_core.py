@@ -140,6 +140,7 @@ class DPEngineCoreProc(EngineCore):
                 self._take_in([self._wait_idle()])
             else:
                 self.dummy_prefill_execution()
+            self._steps.note_wait()
 
     def dummy_prefill_execution(self) -> None:
         """Take part in the next pass, if any replica has work. No sequence may be running."""

@@ -160,6 +160,7 @@ class EngineCore:
                 return
             self._send_rest()
             self._take_in([self._wait_idle()])
+            self._steps.note_wait()
 
     def interrupt_for(self, seq: Sequence) -> None:
         """Pause the running step if a new sequence on the input queue is to be interposed.

@@ -636,9 +636,11 @@ class Scheduler:
             self.retract([seq for seq in started if not invalid.isdisjoint(seq.block_table)])
         return outputs
 
-    def note_duration(self, batch: ScheduledBatch, seconds: float, *, drafts_on_device: bool = False) -> None:
-        """Record the duration of a step that was read; it includes drafting if `drafts_on_device`."""
-        self.drafts.note_duration(batch, seconds, drafts_on_device=drafts_on_device)
+    def note_duration(
+        self, batch: ScheduledBatch, seconds: float, *, host_seconds: float = 0.0, drafts_on_device: bool = False
+    ) -> None:
+        """See `Drafts.note_duration`."""
+        self.drafts.note_duration(batch, seconds, host_seconds=host_seconds, drafts_on_device=drafts_on_device)
         if self.step_budget is not None:
             self.step_budget.note(batch, seconds / self.drafts.num_rounds_read)
 

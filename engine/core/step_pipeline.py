@@ -130,7 +130,8 @@ class StepPipeline:
         self._scheduler, self._runner, self._record = scheduler, runner, record
         self._depth = depth
         self._flights: deque[_Flight] = deque()
-        self._last_end = 0.0
+        self._last_end = time.perf_counter()
+        """Time of the end of the last step or wait, plus the duration of the steps interposed since."""
         self._on_pause = on_pause if depth == 1 else None
         self._computing: list[list[int]] = []
         """Ids of the sequences of the step that this thread computes, and of a step interposed in it."""
@@ -202,6 +203,10 @@ class StepPipeline:
             return failed if failed is not None or self._depth > 1 else self._read(on_read)
         return self._read(on_read, following=step)
 
+    def note_wait(self) -> None:
+        """Record that there was nothing to compute until now, which is no part of the next step's duration."""
+        self._last_end = time.perf_counter()
+
     def drain(self, on_read: OnRead) -> FailedStep | None:
         """Read all steps, up to the first one that raises. Returns that step, or None."""
         failed = None
@@ -260,7 +265,9 @@ class StepPipeline:
             else:
                 seconds = time.perf_counter() - start
                 on_read(self._scheduler.read_interposed(batch, output, seconds), batch.kind, seconds)
-            self._interposed_seconds += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._interposed_seconds += seconds
+            self._last_end += seconds
             self._computing.pop()
             self._update_record()
 
@@ -273,8 +280,11 @@ class StepPipeline:
             return self._give_up(flight, error)
         outputs = self._scheduler.read_step(output)
         now = time.perf_counter()
+        host_seconds = max(0.0, flight.launched - self._last_end)
         seconds, self._last_end = now - max(flight.launched, self._last_end), now
-        self._scheduler.note_duration(flight.batch, seconds, drafts_on_device=flight.step.drafts_on_device)
+        self._scheduler.note_duration(
+            flight.batch, seconds, host_seconds=host_seconds, drafts_on_device=flight.step.drafts_on_device
+        )
         self._update_record()
         failed = None if following is None else self._sample(following)
         on_read(outputs, flight.batch.kind, seconds)

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from itertools import islice
@@ -94,8 +93,6 @@ class Drafts:
         """Number of rows of that step that got a token, summed over its rounds if the step had several."""
         self.num_rounds_read = 1
         """Number of rounds of that step."""
-        self._began, self._schedule_seconds = 0.0, 0.0
-        """Time at which scheduling of the last step began, and its duration where a model drafts."""
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -113,7 +110,6 @@ class Drafts:
     def begin_step(self) -> None:
         """Begin to schedule a step, which has no drafts yet."""
         self._has_proposed = False
-        self._began = time.perf_counter()
 
     def propose(self, seqs: Rows[Sequence], budget: int) -> None:
         """Set the drafts of the sequences that decode in the next step, which may have `budget` tokens.
@@ -172,11 +168,6 @@ class Drafts:
         """
         if not self._drafts_by_model:
             return None
-        is_measured = self._measures_all or self._num_unmeasured >= _MEASURED_EVERY - 1
-        if self.pause_left and not is_measured and not self._suspended_steps:
-            return []
-        # With drafts, a step is scheduled only after the previous one is read, and scheduling takes longer.
-        self._schedule_seconds = time.perf_counter() - self._began
         if self._suspended_steps:
             return [0] * len(seqs)
         if self.pause_left or self.plan.is_stopped:
@@ -292,12 +283,19 @@ class Drafts:
         self._num_accepted += num_accepted
         self.plan.note(seq, num_drafts, num_accepted)
 
-    def note_duration(self, batch: ScheduledBatch, seconds: float, *, drafts_on_device: bool = False) -> None:
-        """Record the duration of the step that was read last; it includes drafting if `drafts_on_device`."""
+    def note_duration(
+        self, batch: ScheduledBatch, seconds: float, *, host_seconds: float = 0.0, drafts_on_device: bool = False
+    ) -> None:
+        """Record the duration of the step that was read last; it includes drafting if `drafts_on_device`.
+
+        `host_seconds`: the time between the step before it and its launch, in which outputs were sent, messages taken
+        in and the step scheduled. Drafts save a part of it.
+        """
         if not self.are_on:
             return
         self._num_unmeasured += 1
-        if self.pause_left and self._num_unmeasured < _MEASURED_EVERY and not self._measures_all:
+        measures_all = self.plan.is_stopped and self.plan.gate.needs_plain_steps
+        if self.pause_left and self._num_unmeasured < _MEASURED_EVERY and not measures_all:
             return
         num_rows, rounds = batch.total_seqs_num_decode, self.num_rounds_read
         # In a pause, the step that `take` has read last may be one before it.
@@ -307,7 +305,7 @@ class Drafts:
         was_stopped = self.plan.is_stopped
         self.plan.note_step(
             batch,
-            seconds + self._schedule_seconds,
+            seconds + host_seconds,
             num_accepted + (self._num_verified_rows if rounds > 1 else num_rows),
             num_rounds=rounds,
             num_steps=self._num_unmeasured,
@@ -317,11 +315,6 @@ class Drafts:
         self._num_unmeasured = 0
         if self.plan.is_stopped is not was_stopped:
             self.pause_left = self._pause_length = 0
-
-    @property
-    def _measures_all(self) -> bool:
-        """Whether steps in pauses are measured, too."""
-        return self.plan.is_stopped and self.plan.gate.needs_plain_steps
 
     def forget(self, seq: Sequence) -> None:
         """Free the state of a finished sequence."""

@@ -1,10 +1,13 @@
 """The busy loop over a stub of the model: its inputs, its outputs, and its survival of errors."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from engine.batch import ScheduledBatch
 from engine.config.config import Config
-from engine.core import engine_core
+from engine.core import engine_core, step_pipeline
 from engine.core.engine_core import EngineCore
 from engine.messages import AbortRequests, Shutdown
 from tests.unit.core_bench import BLOCK_SIZE, NUM_BLOCKS, Bench, ends, outputs_of
@@ -47,6 +50,34 @@ def test_memory_of_the_device_is_read_once_in_a_while_and_goes_with_every_step(b
     messages = bench.run_until_done(0)
     assert {(each.stats.device_memory, each.stats.device_memory_total) for each in messages if each.stats} == {(3, 7)}
     assert len(messages) > len(looks) == 1
+
+
+def test_the_host_part_of_a_step_is_what_follows_the_step_before_it_without_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step takes 1 s, sending its outputs 10, and taking in the first request after the wait 1000."""
+    bench, now, durations = Bench(), 0.0, list[tuple[float, float]]()
+
+    def taking(seconds: float, result: object = None) -> Any:
+        nonlocal now
+        now += seconds
+        return result
+
+    monkeypatch.setattr(step_pipeline, "time", SimpleNamespace(perf_counter=lambda: now))
+    send, wait = bench.core._send, bench.core._wait_idle
+    monkeypatch.setattr(bench.core, "_send", lambda *of_step: taking(10.0, send(*of_step)))
+    monkeypatch.setattr(bench.core, "_wait_idle", lambda: taking(1000.0, bench.add(1) or wait()))
+    monkeypatch.setattr(
+        bench.core.scheduler,
+        "note_duration",
+        lambda batch, seconds, *, host_seconds, **_: durations.append((seconds, host_seconds)),
+    )
+    bench.runner.on_step = lambda step, batch: taking(1.0)
+    for _ in range(2):
+        bench.core.pull_and_process_input_queue()
+        for _ in range(4):
+            bench.core._process_engine_step()
+    assert durations == [(1.0, 0.0), *[(1.0, 10.0)] * 3] * 2
 
 
 def test_abort_takes_effect_before_the_next_step(bench: Bench) -> None:

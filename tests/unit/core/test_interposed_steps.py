@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput, StepBuilder
 from engine.config.config import Config
+from engine.core import step_pipeline
 from engine.core.engine_core import EngineCore
 from engine.core.step_budget import StepBudget
 from engine.messages import AbortRequests, PoolingParams, ReleaseCache, Shutdown, StepOutputs
@@ -517,6 +519,38 @@ def test_a_step_is_paused_for_a_light_owner_only(bench: PausingBench) -> None:
     bench.run_until_done(0, *range(103, 120))
     assert bench.runner.num_pauses == 1
     assert [batch.req_ids for batch in bench.runner.interposed] == [[110]]
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_an_interposed_step_is_no_part_of_the_duration_of_another_step(
+    bench: PausingBench, monkeypatch: pytest.MonkeyPatch, *, pauses: bool
+) -> None:
+    """A step takes 1 s, and one that is interposed in it or before the next one takes 100."""
+    now, durations = 0.0, list[tuple[float, float]]()
+
+    def taking(seconds: float, result: ScheduledBatchOutput | None = None) -> Any:
+        nonlocal now
+        now += seconds
+        return result
+
+    monkeypatch.setattr(step_pipeline, "time", SimpleNamespace(perf_counter=lambda: now))
+    interpose = bench.runner.forward_interposed
+    monkeypatch.setattr(bench.runner, "forward_interposed", lambda batch: taking(100.0, interpose(batch)))
+    monkeypatch.setattr(
+        bench.core.scheduler,
+        "note_duration",
+        lambda batch, seconds, *, host_seconds, **_: durations.append((seconds, host_seconds)),
+    )
+    bench.core._steps.note_wait()
+    bench.runner.on_step = lambda step, batch: taking(1.0)
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=6))
+    if not pauses:
+        monkeypatch.setattr(bench.core, "interrupt_for", lambda seq: None)
+    bench.during_step_of(0, bench.owned(1, "light"))
+    bench.run_until_done(0, 1)
+    assert len(bench.runner.interposed) == 1
+    assert bench.runner.num_pauses == pauses
+    assert set(durations) == {(1.0, 0.0)}
 
 
 def order(messages: list[StepOutputs]) -> list[int]:
