@@ -408,21 +408,18 @@ class BadWords:
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self._always = np.array([word[0] for word in words if len(word) == 1], dtype=np.int64)
-        self._words = [np.array(word, dtype=np.int64) for word in words if len(word) > 1]
-        self._before_last = np.array([word[-2] for word in self._words], dtype=np.int64)
+        self._by_token_before_last: dict[int, list[Sequence[int]]] = {}
+        for word in words:
+            if len(word) > 1:
+                self._by_token_before_last.setdefault(word[-2], []).append(word)
 
     def completing(self, generated: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """The tokens that would complete a forbidden sequence after `generated`, which excludes the prompt."""
-        if not len(generated) or not self._words:
+        begun = self._by_token_before_last.get(int(generated[-1])) if len(generated) else None
+        if begun is None:
             return self._always
-        # Comparing one token first rules most sequences out.
-        begun = [self._words[i] for i in np.flatnonzero(self._before_last == generated[-1]).tolist()]
-        completing = [int(word[-1]) for word in begun if _ends_with(generated, word[:-1])]
+        completing = [word[-1] for word in begun if generated[1 - len(word) :].tolist() == list(word[:-1])]
         return np.concatenate([self._always, np.array(completing, dtype=np.int64)])
-
-
-def _ends_with(generated: npt.NDArray[np.int32], tokens: npt.NDArray[np.int64]) -> bool:
-    return len(tokens) <= len(generated) and np.array_equal(generated[-len(tokens) :], tokens)
 
 
 class _Budget:

@@ -6,6 +6,7 @@ by one, `LLMEngine` calls them together as `preprocess`. `FillIn` writes fill-in
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -197,8 +198,7 @@ class InputOutputProcessor:
         self._check_token_ids(params.stop_token_ids or (), "stop_token_ids")
         self._check_token_ids(params.logit_bias or (), "logit_bias")
         self._check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
-        for word in params.bad_words or ():
-            self._check_token_ids(word, "bad_words")
+        self._check_token_ids(list(chain.from_iterable(params.bad_words or ())), "bad_words")
         for sequence in params.stop_token_sequences or ():
             self._check_token_ids(sequence, "stop_token_sequences")
         room = self._room(len(token_ids), min(1, params.max_tokens))
@@ -280,13 +280,16 @@ class InputOutputProcessor:
 
     def tokenize_words(self, words: Iterable[str]) -> list[list[int]]:
         """Return the token sequences of each word, alone and after a space. Raises `InvalidRequest`."""
+        stripped = [word.lstrip() for word in words]
+        if not stripped:
+            return []
+        texts = [*stripped, *(" " + word for word in stripped)]
+        try:
+            encoded = self.tokenizer.encode_all(texts, add_special_tokens=False)
+        except ValueError as error:
+            raise InvalidRequest(f"bad_words cannot be tokenised: {error}", "bad_words") from error
         sequences = []
-        for word in words:
-            try:
-                bare = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
-                spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-            except ValueError as error:
-                raise InvalidRequest(f"bad_words cannot be tokenised: {error}", "bad_words") from error
+        for bare, spaced in zip(encoded, encoded[len(stripped) :], strict=False):
             sequences += [bare] if bare else []
             # If the space is a separate token, the word's tokens are equal, and the first sequence covers them.
             if spaced and spaced[-len(bare) :] != bare:

@@ -194,16 +194,21 @@ class Tokenizer:
         Releases the interpreter lock. Raises `ValueError` for a lone surrogate, which has no UTF-8 form, and for text
         that the checkpoint's tokenizer cannot encode.
         """
-        check_encodable(text)
+        [ids] = self.encode_all([text], add_special_tokens)
+        return ids
+
+    def encode_all(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """As `encode`, for each of `texts`, in one call of the library: a call costs more than a short text."""
+        for text in texts:
+            check_encodable(text)
         try:
             # The library's call for one text would hold the interpreter lock, and compute offsets that are not needed.
-            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except BaseException as error:
             if not _is_of_library(error):
                 raise
             raise ValueError(f"the model's tokenizer cannot encode this text: {error}") from error
-        ids: list[int] = encoding.ids
-        return ids
+        return [encoding.ids for encoding in encodings]
 
     def encode_for_pooling(
         self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, longest: int | None = None

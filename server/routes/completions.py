@@ -175,6 +175,9 @@ def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs) -> Com
 _LONG_CHARACTERS = 4096
 """Longer texts are tokenised in a thread, so that other streams continue meanwhile."""
 
+_MANY_ENTRIES = 64
+"""More biases and bad words are converted in a thread. Each bad word costs as much as a short text, twice."""
+
 
 async def prepare_prompts(
     request: CompletionRequest,
@@ -182,7 +185,8 @@ async def prepare_prompts(
     jobs: OwnerJobs,
     new: Callable[[CheckedPrompt], list[NewSequence]],
 ) -> tuple[list[NewSequence], list[PromptEcho]]:
-    """Tokenise and check the prompts, and create their sequences by `new`; in a thread if they are long or many.
+    """Tokenise and check the prompts, and create their sequences by `new`; in a thread if they are long or many, or
+    have large tables.
 
     Raises `InvalidRequest`, `BadRequest` and `Overloaded`.
     """
@@ -192,9 +196,10 @@ async def prepare_prompts(
         return [each for prompt, _ in prompts for each in new(prompt)], [echo for _, echo in prompts]
 
     num_characters = sum(map(len, (*request.prompt, request.suffix or "", *request.bad_words)))
-    num_sequences = len(request.prompt) * request.num_choices
-    if num_characters > _LONG_CHARACTERS or num_sequences > MANY_SEQUENCES:
-        return await jobs.text(prepare, is_large=num_sequences > MANY_SEQUENCES)
+    num_sequences, num_entries = len(request.prompt) * request.num_choices, len(request.logit_bias)
+    is_large = num_sequences > MANY_SEQUENCES or num_entries + len(request.bad_words) > _MANY_ENTRIES
+    if is_large or num_characters > _LONG_CHARACTERS:
+        return await jobs.text(prepare, is_large=is_large)
     return prepare()
 
 

@@ -117,12 +117,19 @@ async def test_the_checkpoints_max_new_tokens_is_the_default_bound(
 
 
 @pytest.mark.parametrize(
-    ("fields", "in_thread"), [({"prompt": ["a"] * 64}, False), ({"prompt": ["a"] * 8, "n": 9}, True)]
+    ("fields", "in_thread"),
+    [
+        ({"prompt": ["a"] * 64}, False),
+        ({"prompt": ["a"] * 8, "n": 9}, True),
+        ({"prompt": "a", "bad_words": ["a"] * 64}, False),
+        ({"prompt": "a", "bad_words": ["a"] * 65}, True),
+        ({"prompt": "a", "bad_words": ["a"], "logit_bias": {str(token): 1 for token in range(64)}}, True),
+    ],
 )
-async def test_many_sequences_are_created_in_a_thread(
+async def test_many_sequences_and_entries_of_tables_are_created_in_a_thread(
     tokenizer: Tokenizer, fields: dict[str, Any], in_thread: bool
 ) -> None:
-    """The sequences of 2048 prompts took the event loop 40 ms."""
+    """The sequences of 2048 prompts took the event loop 40 ms, and 800 bad words took it 25 ms."""
     processor = InputOutputProcessor(
         tokenizer, None, ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 64, [], 16, 10)
     )
