@@ -6,6 +6,7 @@ Under uvloop, as the server runs.
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import resource
@@ -408,6 +409,62 @@ async def test_fewer_requests_begin_after_long_rounds_and_more_again_after_short
     assert numbers[0] == 8
     assert set(numbers[3:15]) <= {1, 2, 3}
     assert numbers[-4:-1] == [8, 8, 8]
+
+
+@run
+async def test_a_party_of_few_requests_precedes_the_others_in_short_rounds() -> None:
+    """Ten keys with four clients each began eight requests a round, and a light key's were the last of eleven."""
+    now = 0.0
+    turns, rounds, began = RequestTurns(lambda: now), 0, list[tuple[str, int]]()
+    waited = dict[int, int]()
+
+    async def request(party: str) -> None:
+        nonlocal now
+        asked = rounds
+        await turns.take(party)
+        now += 0.0009
+        began.append((party, rounds))
+        if party == "light":
+            waited[asked] = rounds - asked
+
+    async def repeat(party: str) -> None:
+        while rounds < 400:
+            await request(party)
+            await asyncio.sleep(0)
+
+    heavy = [asyncio.create_task(repeat(f"heavy {number % 10}")) for number in range(40)]
+    light = list[asyncio.Task[None]]()
+    while not all(task.done() for task in heavy):
+        await asyncio.sleep(0)
+        rounds += 1
+        if rounds == 100:
+            now += 2.0  # All keys were light until all had sent requests.
+        if rounds >= 200 and rounds % 20 == 0:
+            light.append(asyncio.create_task(request("light")))
+    in_round = Counter(number for _, number in began)
+    assert {in_round[each] for each in range(120, 190)} == {8}
+    assert max(in_round[each] for each in range(230, 390)) <= 3
+    assert sum(task.done() for task in light) == len(light) == len(waited)
+    assert max(waited.values()) <= 2
+
+
+@run
+async def test_light_parties_leave_a_request_of_each_round_to_the_others() -> None:
+    turns, rounds, began = RequestTurns(lambda: 0.0), 0, list[int]()
+
+    async def request(party: str) -> None:
+        await turns.take(party)
+        if party == "heavy":
+            began.append(rounds)
+
+    tasks = [asyncio.create_task(request("heavy")) for _ in range(40)]
+    tasks += [asyncio.create_task(request(f"new {number}")) for number in range(400)]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        rounds += 1
+    assert len(began) == 40
+    assert max(later - earlier for earlier, later in itertools.pairwise(began)) <= 2
+    assert not turns._light
 
 
 class _NoTurns(RequestTurns):
