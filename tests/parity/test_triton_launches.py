@@ -14,6 +14,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.draft_heads import MTPPair, make_eagle
@@ -26,8 +30,24 @@ from tests.parity.variants import Variant, all_variants, deepseek, gpt_oss, qwen
 
 pytestmark = requires_interpreter
 
+
+@triton.jit
+def exp_kernel(x, out):
+    """One element."""
+    tl.store(out, tl.exp(tl.load(x)))
+
+
 SOME = (deepseek.VARIANTS[-1], gpt_oss.VARIANTS[0], qwen3_next.VARIANTS[0])
 ALL = pytest.mark.slow
+
+
+def test_the_interpreter_refuses_types_of_which_the_compiler_has_no_exponential() -> None:
+    x = torch.zeros(1, dtype=torch.float16)
+    with pytest.raises(InterpreterError, match="but got fp16"):
+        exp_kernel[(1,)](x, x)
+    out = torch.zeros(1)
+    exp_kernel[(1,)](torch.ones(1), out)
+    assert out.item() == pytest.approx(2.71828, rel=1e-5)
 
 
 def made(variants: Iterable[Variant], directory: Path) -> list[Path]:

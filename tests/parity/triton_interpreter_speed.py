@@ -70,9 +70,12 @@ def _patch_lang(fn: Any) -> _Launch:
 
 @functools.cache
 def _builtins_of(package: ModuleType | type) -> list[tuple[str, Any]]:
-    """The names of a package's builtins, and what replaces them: as `interpreter._patch_attr` makes it."""
+    """The names of a package's builtins, and what replaces them: as `interpreter._patch_attr` makes it.
+
+    The outer wrapper checks for `_semantic`, which is always passed. Those within it check types.
+    """
     return [
-        (name, _interpreted(inspect.unwrap(member)))
+        (name, _interpreted(getattr(member, "__wrapped__", member)))
         for name, member in inspect.getmembers(package)
         if tl.core.is_builtin(member)
     ]
