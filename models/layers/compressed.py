@@ -223,9 +223,12 @@ class PoolIndexer(EntryCache):
     def select(
         self, rotation: Rotation, q: torch.Tensor, weights: torch.Tensor, made: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the positions that each token attends to, padded with -1, or None if it attends to all earlier ones.
+        """Return the positions that each token attends to, padded with -1.
 
-        # q, weights and made as `forward` returns them -> [tokens, num_pools * rate + rate - 1] int32 or int64
+        None if all tokens attend to all earlier ones, but only for a GPU's decodes, whose block tables have no more
+        pools than are selected: a CPU's token is computed in the same way next to any others.
+
+        # q, weights and made as `forward` returns them -> [tokens, up to num_pools * rate + rate - 1] int32 or int64
         """
         del rotation
         context = get_forward_context()
@@ -244,8 +247,10 @@ class PoolIndexer(EntryCache):
         self.update(made, rows, context)
         seen = rows.seen()
         if metadata.step is not None and selection_ops.selects(q, pages, self.num_pools):
+            # The longest context limits the length of the lists, which changes only their padding.
+            num_pools = min(self.num_pools, max(1, max(rows.lengths) // self.rate))
             chosen = selection_ops.select_keys(
-                q, weights, self.scale, pages, metadata.step, self.num_pools, block_size=block_size, rate=self.rate
+                q, weights, self.scale, pages, metadata.step, num_pools, block_size=block_size, rate=self.rate
             )
             return tokens_of_pools(chosen, seen, self.rate)
         chosen = torch.full((len(q), self.num_pools), -1, device=q.device)

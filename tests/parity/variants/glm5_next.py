@@ -105,4 +105,10 @@ VARIANTS = [
             "norm_topk_prob": False,
         },
     ),
+    Variant(
+        "Glm5NextForCausalLM",
+        "two pools of 16 tokens, as many as the cache's blocks have",
+        _GLM,
+        {"index_kpool": 16, "index_topk": 32},
+    ),
 ]
