@@ -219,11 +219,18 @@ def over_two_ranks(pair: Pair, answered: list[Sequence], seqs: list[Sequence], m
 
 
 def requests(method: str) -> list[Sequence]:
-    """Of a checkpoint's drafter, whose weights are random, drafts are accepted where one token is allowed."""
+    """A checkpoint's drafter, whose weights are random, has accepted drafts only where few tokens are allowed.
+
+    Every draft of a request with one allowed token is accepted. Of one with three, drafts are accepted or rejected as
+    the weights have it, so that a wrong state after accepted drafts changes its answer.
+    """
     seqs = endless(3, 19)
     if method in DRAFTERS:
-        params = SamplingParams(temperature=0.0, max_tokens=21, ignore_eos=True, allowed_token_ids=[7])
-        seqs[2] = Sequence(seqs[2].prompt_token_ids, 16, params, id=2)
+        for number, allowed in ((0, [7, 19, 64]), (2, [7])):
+            params = SamplingParams(
+                temperature=0.0, max_tokens=19 + number, ignore_eos=True, allowed_token_ids=allowed
+            )
+            seqs[number] = Sequence(seqs[number].prompt_token_ids, 16, params, id=number)
     return seqs
 
 
