@@ -274,7 +274,9 @@ class ModelDrafter:
         if inputs.states is not None or not chain.holds(len(slots), len(slots) * (1 + int(wanted.max()))):
             rounds = None
         self._end_idle_steps()
-        rows = VerifyingRows(inputs.query_lens, wanted, self._input_batch.num_blocks(slots), slots)
+        rows = VerifyingRows(
+            lengths=inputs.query_lens, wanted=wanted, num_blocks=self._input_batch.num_blocks(slots), slots=slots
+        )
         tables = self._input_batch.block_table
         return chain.verify(token_ids, positions, step, rows, tables, rounds, is_sampled=not is_greedy)
 
@@ -635,8 +637,8 @@ class ModelDrafter:
             metadata.step,
             states,
             DraftingRows(
-                counts,
-                slots[drafting],
+                counts=counts,
+                slots=slots[drafting],
                 last=stops[drafting] - 1,
                 next_positions=self._input_batch.carried_positions(slots[drafting], ends[drafting]),
                 block_tables=span.block_tables[drafting],

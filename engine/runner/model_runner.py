@@ -717,7 +717,7 @@ class ModelRunner:
         rounds = None
         if batch.num_rounds > 1:
             limits = np.array([seq.decode_limit for seq in batch.sequences], dtype=np.int64)
-            rounds = Rounds(batch.num_rounds, limits, self._common_ends(batch.sequences))
+            rounds = Rounds(max_rounds=batch.num_rounds, limits=limits, ends=self._common_ends(batch.sequences))
         return self.drafter.verify(
             inputs,
             on_device.input_ids,

@@ -76,7 +76,7 @@ class VerifyingRows(NamedTuple):
 class Rounds(NamedTuple):
     """Limits of the rounds of `DraftChain.verify`. Memory is needed for `max(wanted)` drafts of each row."""
 
-    most: int
+    max_rounds: int
     limits: _Ints
     """Number of tokens after which a row leaves. # [B]"""
     ends: _Ints
@@ -254,7 +254,7 @@ class DraftChain:
             (None, 0) if rounds is None else (rounds.ends.ctypes.data, len(rounds.ends))
         )
         following.step, following.tables, following.blocks = accept.verified, accept.tables, width
-        memory, num_rounds = self._rounds, 1 if rounds is None else rounds.most
+        memory, num_rounds = self._rounds, 1 if rounds is None else rounds.max_rounds
         # Without limits, the operators prepare no further round, for whose tokens there may be no memory.
         memory.begin(num_rows, width, None if rounds is None else rounds.limits)
         seconds, count = 0.0, 0
