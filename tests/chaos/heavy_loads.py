@@ -3,6 +3,7 @@
 `python -m tests.chaos.heavy_loads URL MODEL LOADS KEYS...` sends without end, the N-th key the N-th of the loads named
 in `LOADS`, separated by commas, from four clients, each as soon as the previous answer has arrived. With more keys
 than loads it begins again. It runs at the lowest priority, so that clients do not take the server's processor time.
+It prints a line when it begins; after SIGINT it prints the number of answers of each status to each load, as JSON.
 """
 
 import asyncio
@@ -10,8 +11,10 @@ import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,7 +204,8 @@ class _Client:
         body = {"lora_name": str(self._random.random()), "lora_path": "/nonexistent"}
         return (await self._http.post("/v1/load_lora_adapter", json=body)).status_code
 
-    async def embeddings(self) -> int:
+    async def refused_embeddings(self) -> int:
+        """Texts to embed, for a model that only generates."""
         texts = [prompt(60, self._random.randrange(10**6)) for _ in range(64)]
         return (await self._http.post("/v1/embeddings", json={"model": self._model, "input": texts})).status_code
 
@@ -218,37 +222,64 @@ LOADS: dict[str, Callable[[_Client], Awaitable[int]]] = {
 }
 """The kinds of load by name."""
 
+REFUSALS = {"refused_bodies": 400, "adapters": 403, "refused_embeddings": 404}
+"""The status of all answers to loads that are refused for what they ask. Answers to others have 200."""
+
+_NO_ANSWER = 0
+_OVER_LIMITS = {_NO_ANSWER, 429}
+"""Statuses that any load may get next to others."""
+
 
 async def _send(url: str, model: str, names: Sequence[str], keys: Sequence[str]) -> None:
+    answers: dict[str, Counter[int]] = {name: Counter() for name in names}
+
     async def send(number: int, client: int) -> None:
         headers = {"Authorization": f"Bearer {keys[number]}"}
         options: dict[str, Any] = {"timeout": START_SECONDS, "verify": PLAIN_HTTP, "headers": headers}
         async with httpx.AsyncClient(base_url=url, **options) as http:
             sender = _Client(http, model, f"{number} {client}")
-            load = LOADS[names[number % len(names)]]
+            name = names[number % len(names)]
             while True:
                 try:
-                    status = await load(sender)
+                    status = await LOADS[name](sender)
                 except (httpx.HTTPError, OSError):
-                    status = 429
-                if status == 429:
+                    status = _NO_ANSWER
+                answers[name][status] += 1
+                if status in _OVER_LIMITS:
                     await asyncio.sleep(REFUSED_SECONDS)
 
-    await asyncio.gather(*(send(number, client) for number in range(len(keys)) for client in range(CLIENTS_PER_KEY)))
+    print("sending", flush=True)
+    try:
+        await asyncio.gather(
+            *(send(number, client) for number in range(len(keys)) for client in range(CLIENTS_PER_KEY))
+        )
+    finally:
+        print(json.dumps(answers))
 
 
 @contextlib.contextmanager
 def sent_to(server: ChaosServer, model: str, loads: Sequence[str], keys: Sequence[str]) -> Iterator[None]:
-    """Send the loads during the block."""
+    """Send the loads during the block, print the numbers of their answers, and assert that each got the expected ones.
+
+    Where several loads are sent, one may get no answer meanwhile.
+    """
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", __spec__.name, server.url, model, ",".join(loads), *keys]
-    process = subprocess.Popen(command, cwd=root)
-    try:
-        yield
-        assert process.poll() is None, "the heavy clients ended"
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline(), "the heavy clients did not start"
+            yield
+            assert process.poll() is None, "the heavy clients ended"
+            process.send_signal(signal.SIGINT)
+            answers, _ = process.communicate(timeout=START_SECONDS)
+        finally:
+            process.kill()
+    print(f"answers: {answers.strip()}", flush=True)
+    for load, numbers in json.loads(answers).items():
+        statuses, expected = set(map(int, numbers)), REFUSALS.get(load, 200)
+        assert statuses <= {expected, *_OVER_LIMITS}, (load, numbers)
+        assert len(loads) > 1 or expected in statuses, (load, numbers)
 
 
 class FairShare(NamedTuple):
@@ -308,4 +339,5 @@ class FairShare(NamedTuple):
 
 if __name__ == "__main__":
     os.nice(19)
-    asyncio.run(_send(sys.argv[1], sys.argv[2], sys.argv[3].split(","), sys.argv[4:]))
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_send(sys.argv[1], sys.argv[2], sys.argv[3].split(","), sys.argv[4:]))
