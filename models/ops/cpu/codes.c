@@ -124,7 +124,7 @@ static void add_part(const struct place *at, const struct codes *codes, const st
 /* Multiply staged rows by panels of scaled numbers; by several if rows are few. */
 static void multiply_scaled(const struct place *at, const struct codes *codes, const struct panels *panels,
                             int64_t rows) {
-    int64_t at_once = rows > GROUP ? MORE_STEPS : panels->count > 1 ? SIDE_STEPS : NEAR_STEPS;
+    int64_t at_once = rows > GROUP ? MORE_STEPS : panels->count > 1 ? SIDE_STEPS : CODED_STEPS;
     for (int64_t done = 0; done < panels->steps; done += at_once)
         add_part(at, codes, panels, done, min64(at_once, panels->steps - done), rows, at->bench->sums);
 }
@@ -156,7 +156,7 @@ static void multiply_unscaled(const struct place *at, const struct codes *codes,
         int64_t group = done / in_group;
         part.header = panels->first + group * bytes_of_group(codes), part.begun = done % in_group;
         part.x = at->staged.rows + done * TILE * at->staged.bytes, part.totals = at->totals + group;
-        part.steps = min64(NEAR_STEPS, steps - done), part.is_last = done + part.steps == steps;
+        part.steps = min64(CODED_STEPS, steps - done), part.is_last = done + part.steps == steps;
         part.ahead = part.header + part.begun * bytes_of_codes(codes->code_kind) + part.distance;
         expand_steps(at->isa, codes, panels->first, done, part.steps, at->bench->near);
         at->numbers.add_numbers(&part, rows);
@@ -195,7 +195,7 @@ static void multiply_columns(const struct place *at, const struct codes *codes, 
     float *sums = at->bench->of_group; /* [panel][32][16] */
     memset(sums, 0, panels->count * PANEL * LANES * sizeof(float));
     for (int64_t done = 0, some; done < panels->steps; done += some) {
-        some = min64(NEAR_STEPS, panels->steps - done);
+        some = min64(CODED_STEPS, panels->steps - done);
         const struct near_panels near = part_of(at, codes, panels, done, some);
         for (int64_t panel = 0; panel < panels->count; panel++)
             expand_rows(codes, panels->first + panel * panels->bytes, done, some, near.ahead + panel * near.ahead_apart,

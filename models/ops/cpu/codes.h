@@ -45,7 +45,7 @@ static inline int64_t bytes_of_panel(const struct codes *codes, int64_t inputs) 
     return parts(inputs, codes->group) * bytes_of_header(codes) + parts(inputs, DEPTH) * bytes_of_codes(codes->code_kind);
 }
 
-#define NEAR_STEPS 4 /* steps of a panel, 8 KiB of numbers, that rows are multiplied by at once */
+#define CODED_STEPS 4 /* steps of a panel, 8 KiB of numbers, that rows are multiplied by at once */
 
 /* Staged rows and the part of panels that they are multiplied by: whole panels of codes, or stored numbers of some steps
  * of one panel. */

@@ -155,7 +155,8 @@ typedef void NAME(rows_adder)(const struct coded_part *part, const struct NAME(f
 
 TARGET static void NAME(add_numbers)(const struct coded_part *part, int64_t rows) {
     static NAME(rows_adder) *const adders[ROWS] = {UP_TO(ROWS, ADDER)};
-    struct NAME(factors) by[NEAR_STEPS];
+    /* A group has at least one step, so that a part has at most as many groups as steps. */
+    struct NAME(factors) by[CODED_STEPS];
     int64_t groups = parts(part->begun + part->steps, part->codes->group / DEPTH);
     for (int64_t group = 0; group < groups; group++)
         NAME(find_factors)(part, part->header + group * bytes_of_group(part->codes), &by[group]);
