@@ -268,8 +268,8 @@ class HttpProtocol(HttpToolsProtocol):
     ) -> None:
         """`probes` are the paths of probes and admin calls, which are served in addition to `max_connections`.
 
-        So are requests without an accepted key; those with a token count once it is verified. A probe that is a
-        connection's first request needs no turn, since few connections are accepted at once.
+        Requests without an accepted key are served in addition, too; those with a token count once it is verified. A
+        probe that is a connection's first request needs no turn, since few connections are accepted at once.
         """
         super().__init__(*args, **keywords)
         # Reference cycles begin in `connection_made`: after a failed TLS handshake, `connection_lost` is not called.

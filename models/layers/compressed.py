@@ -16,7 +16,7 @@ from models.attention.context import ForwardContext, between_graphs, get_forward
 from models.layers.base import VectorCacheSpec
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.moe import grouped_linear
-from models.layers.norm import LayerNorm, RMSNorm
+from models.layers.norm import KEY_NORM_EPS, LayerNorm, RMSNorm
 from models.layers.parameter import (
     WeightPart,
     empty_parameter,
@@ -50,9 +50,6 @@ from models.ops.cpu.structures import Step
 from models.ops.paged_attention import store_vectors
 from models.ops.types import Rotation, VectorCache
 from models.parallel.tensor_parallel import TensorParallel
-
-_KEY_NORM_EPS = 1e-6
-"""Epsilon of the norm of a pool indexer's keys; it does not follow `rms_norm_eps`."""
 
 
 class EntryCache(nn.Module):
@@ -204,7 +201,7 @@ class PoolIndexer(EntryCache):
         self.scale = (num_heads * head_dim) ** -0.5
         self.wq_b = ColumnParallelLinear(q_lora_rank, num_heads * head_dim)
         self.wk = ColumnParallelLinear(hidden_size, head_dim)
-        self.k_norm = LayerNorm(head_dim, _KEY_NORM_EPS)
+        self.k_norm = LayerNorm(head_dim, KEY_NORM_EPS)
         self.pool_gate = ColumnParallelLinear(hidden_size, head_dim)
         self.weights_proj = ColumnParallelLinear(hidden_size, num_heads)
 
@@ -235,15 +232,12 @@ class PoolIndexer(EntryCache):
         metadata, pages = context.attn_metadata, _pages(context, self.entries_spec)
         block_size = _pages(context, self.tokens_spec).shape[1]
         if metadata.num_decodes == len(metadata.seq_lens) and triton.runs(q, made, operator="attention"):
-            tables, lengths = metadata.block_tables, metadata.seq_lens
-            tokens = tokens_of(tables, lengths, metadata.slot_mapping, metadata.query_len)
+            tokens = _tokens(context)
             self.update_tokens(made, tokens, context)
             own = weights.float() * self.scale
             chosen = choose_entries(q, own, pages, tokens, top_k=self.num_pools, rate=self.rate, block_size=block_size)
             return None if chosen is None else tokens_of_pools(chosen, tokens.seen, self.rate)
-        rows = StepRows(
-            metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist(), metadata.block_tables, metadata.slot_mapping
-        )
+        rows = _rows(context)
         self.update(made, rows, context)
         seen = rows.seen()
         if metadata.step is not None and selection_ops.selects(q, pages, self.num_pools):
@@ -365,9 +359,7 @@ class CompressedAttention(nn.Module):
         metadata = context.attn_metadata
         if metadata.num_decodes == len(metadata.seq_lens) and triton.runs(q, kv, operator="attention"):
             return self._attend_tokens(q, kv, others, context)
-        rows = StepRows(
-            metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist(), metadata.block_tables, metadata.slot_mapping
-        )
+        rows = _rows(context)
         pages = _pages(context, self.cache_spec)
         store_vectors(kv, pages, rows.slots)
         # Rows may share blocks that this step fills, so all rows are written before any is read.
@@ -394,8 +386,8 @@ class CompressedAttention(nn.Module):
         """Compute a step of decodes on a GPU by lengths on the device only, so that graphs can capture it."""
         from models.ops.triton.cache_store import vector_store
 
-        metadata, pages = context.attn_metadata, _pages(context, self.cache_spec)
-        tokens = tokens_of(metadata.block_tables, metadata.seq_lens, metadata.slot_mapping, metadata.query_len)
+        pages = _pages(context, self.cache_spec)
+        tokens = _tokens(context)
         vector_store(kv, pages, tokens.slots)
         makers = [each for each in (self.compressor, *self._indexer) if each is not None]
         for maker, made in zip(makers, others, strict=False):
@@ -495,6 +487,20 @@ class CompressedAttention(nn.Module):
     def _load_sinks(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
         require_shape(loaded, (self.total_heads,))
         parameter.data.copy_(loaded[self.first_head : self.first_head + self.num_heads])
+
+
+def _rows(context: ForwardContext) -> StepRows:
+    """The step's rows, with their lengths on the host."""
+    metadata = context.attn_metadata
+    return StepRows(
+        metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist(), metadata.block_tables, metadata.slot_mapping
+    )
+
+
+def _tokens(context: ForwardContext) -> StepTokens:
+    """The tokens of a step of decodes, with their lengths on the device only."""
+    metadata = context.attn_metadata
+    return tokens_of(metadata.block_tables, metadata.seq_lens, metadata.slot_mapping, metadata.query_len)
 
 
 def _pages(context: ForwardContext, spec: VectorCacheSpec) -> torch.Tensor:

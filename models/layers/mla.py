@@ -14,7 +14,7 @@ from torch import nn
 from models.attention.context import LoRARows, between_graphs, get_forward_context
 from models.layers.base import VectorCacheSpec
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear, round_for
-from models.layers.norm import LayerNorm, RMSNorm
+from models.layers.norm import KEY_NORM_EPS, LayerNorm, RMSNorm
 from models.layers.parameter import mark_read_directly
 from models.ops.cpu import runtime
 from models.ops.cpu import selection as ops
@@ -26,7 +26,6 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 if TYPE_CHECKING:
     from models.layers.compressed import PoolIndexer
 
-_KEY_NORM_EPS = 1e-6
 _LATENT_NORM_EPS = 1e-6
 """Default epsilon of the norms of the query and key-value latents, which does not follow `rms_norm_eps`."""
 
@@ -56,7 +55,7 @@ class LightningIndexer(nn.Module):
         self.cache_spec = VectorCacheSpec(layer_name, head_dim)
         self.wq_b = ColumnParallelLinear(q_lora_rank, num_heads * head_dim)
         self.wk = ColumnParallelLinear(hidden_size, head_dim)
-        self.k_norm = LayerNorm(head_dim, _KEY_NORM_EPS)
+        self.k_norm = LayerNorm(head_dim, KEY_NORM_EPS)
         self.weights_proj = ColumnParallelLinear(hidden_size, num_heads)
 
     def forward(

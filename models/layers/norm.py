@@ -21,6 +21,9 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 if TYPE_CHECKING:
     from models.ops.self_test import Case
 
+KEY_NORM_EPS = 1e-6
+"""Epsilon of the norm of an indexer's keys, which does not follow `rms_norm_eps`."""
+
 
 class RMSNorm(nn.Module):
     """Scales the last dimension to unit root mean square, then by a weight; computed in float32."""

@@ -32,6 +32,7 @@ the limit, no matcher of that compilation can continue."""
 _MOST_BYTES = 2 * 2**30
 """Bytes that the grammars of running sequences may add before the sequences with the costliest ones are ended."""
 _FEW_CPUS = 2
+"""Number of CPUs up to which the library's threads would only wait for those that compute the step."""
 _CHECKED_STEPS = 16
 """Number of steps with masks between two measurements of the memory, each of which takes 0.15 ms."""
 _LEAST_COST, _ENDED_SHARE = 0.25, 0.5
