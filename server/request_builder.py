@@ -337,7 +337,8 @@ def render_prompt(request: ChatCompletionRequest, model: LoadedModel, frontend: 
     tools = [tool.for_template() for tool in request.tools] if request.tool_choice != "none" else []
     messages = [message.for_template() for message in request.messages]
     begin_turn = request.add_generation_prompt and not request.continue_final_message
-    processor, variables = model.processor, request.template_variables
+    processor = model.processor
+    variables = {**frontend.config.server_config.default_chat_template_kwargs, **request.template_variables}
     if request.chat_template is None:
         text = processor.render_chat(messages, tools or None, begin_turn, **variables)
     elif frontend.config.server_config.trust_request_chat_template:

@@ -5,6 +5,7 @@ Sections are flat outside Python (`--port`, `KAON_PORT`, `port:`), so a field's 
 `engine.config.settings` checks this when it builds the command line.
 """
 
+import json
 import re
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -18,6 +19,7 @@ from models.quantization.config import METHODS, ROUNDINGS
 __all__ = [
     "CLUSTER_KEY_ENV",
     "EMBEDDED_MODEL_NAME",
+    "TEMPLATE_ARGUMENTS",
     "CompilationConfig",
     "Config",
     "ParallelConfig",
@@ -26,6 +28,10 @@ __all__ = [
     "ServerConfig",
     "SpeculativeConfig",
 ]
+
+
+TEMPLATE_ARGUMENTS = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+"""Variables of chat templates that each request determines."""
 
 
 class Section(BaseModel):
@@ -405,6 +411,9 @@ class ServerConfig(Section):
     chat_template: Annotated[str, Field(min_length=1)] | None = None
     """Jinja file to use instead of the checkpoint's chat template."""
 
+    default_chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, as JSON, unless a request sets them, as in `{"preserve_thinking": true}`."""
+
     trust_request_chat_template: bool = False
     """Accept chat templates in requests (`chat_template`); they are rendered in a process that can be killed."""
 
@@ -423,6 +432,27 @@ class ServerConfig(Section):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity of messages that are logged."""
+
+    @field_validator("default_chat_template_kwargs", mode="before")
+    @classmethod
+    def _template_variables_are_json(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"default_chat_template_kwargs is {value!r}, which is not JSON: {error}; write an object like "
+                    '{"enable_thinking": false}'
+                ) from None
+        if not isinstance(value, dict):
+            raise ValueError(
+                f'default_chat_template_kwargs is {value!r}; it must be an object like {{"enable_thinking": false}}'
+            )
+        if set_by_requests := sorted(TEMPLATE_ARGUMENTS & value.keys()):
+            raise ValueError(
+                f"default_chat_template_kwargs sets {', '.join(set_by_requests)}, which requests set; leave it out"
+            )
+        return value
 
     @property
     def most_background_responses_per_key(self) -> int:

@@ -78,7 +78,7 @@ class Setting:
         if self.optional and self.name == next(iter(self.section.model_fields)):
             return "off"
         value = self.field.default
-        if value is None or value in ((), ""):
+        if value is None or value in ((), "", {}):
             return None
         if isinstance(value, tuple):
             return ",".join(map(str, value))
@@ -118,6 +118,8 @@ def _leaves(section: type[Section], path: tuple[str, ...], *, optional: bool) ->
 
 def _word(kind: Any) -> str:
     bare: type = _bare(kind)
+    if get_origin(bare) is dict:
+        return "JSON"
     return "text" if bare in (str, SecretStr) else bare.__name__
 
 
@@ -431,6 +433,7 @@ _GIB = 2**30
 _OF_ONE_MODEL = (
     "served_model_name",
     "chat_template",
+    "default_chat_template_kwargs",
     "trust_request_chat_template",
     "tool_call_parser",
     "reasoning_parser",

@@ -6,11 +6,13 @@ Called by `InputOutputProcessor`.
 """
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import jinja2
 import jinja2.ext
@@ -63,6 +65,8 @@ class ChatTemplate:
         """Text of the templates, from which dialects are detected."""
         self._reads_thinking = ".thinking" in self.source and "<|channel|>" not in self.source
         """Whether earlier reasoning is read as `thinking` (LFM2.5); gpt-oss's template refuses it next to content."""
+        self._reads_thinking_parts = "[THINK]" in self.source and _THINKING_PART.search(self.source) is not None
+        """Whether earlier reasoning is read as a part of the content (Ministral 3)."""
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> Self | None:
@@ -95,8 +99,12 @@ class ChatTemplate:
         """
         if any(message.get("role") in _INSTRUCTING for message in messages):
             messages = self._with_shown_roles(messages)
+        if any(message.get("tool_calls") for message in messages):
+            messages = [self._with_shown_calls(each) if each.get("tool_calls") else each for each in messages]
         if self._reads_thinking:
             messages = [{"thinking": each["reasoning"], **each} if "reasoning" in each else each for each in messages]
+        elif self._reads_thinking_parts:
+            messages = [_with_thinking_part(each) if "reasoning" in each else each for each in messages]
         values = {**self._special_tokens, "documents": None, **variables}
         values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
         pieces = []
@@ -163,14 +171,42 @@ class ChatTemplate:
         if known is None:
             message, user = {"role": role, "content": _PROBE}, {"role": "user", "content": "Hi"}
             chat = [user, {"role": "assistant", "content": "Hi"}, message, user] if late else [message, user]
-            try:
-                known = _PROBE in self._templates["default"].render(
-                    {**self._special_tokens, "documents": None, "messages": chat, "add_generation_prompt": True}
-                )
-            except (KeyError, jinja2.TemplateError, *_EXPRESSION_ERRORS):
-                known = False
-            self._shown_roles[role, late] = known
+            known = self._shown_roles[role, late] = _PROBE in (self._probe(chat) or "")
         return known
+
+    def _with_shown_calls(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Write a message with calls in the form that the template reads."""
+        form = self._call_form
+        if not message.get("content"):
+            message = {**message, "content": form.no_content}
+        if form.has_text_arguments:
+            message = {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
+        return message
+
+    @cached_property
+    def _call_form(self) -> "_CallForm":
+        """The form of messages with calls that the template reads, found by rendering one in each form.
+
+        Without content, an empty text is right for most templates: with null they fail (Qwen3, gpt-oss, Ministral 3,
+        Granite 3.3) or write `None` (GLM). DeepSeek-R1's tests for null, and writes an empty turn more for a text. Its
+        copies for other models also join arguments to a text, where others expect an object.
+        """
+        for has_text_arguments in (False, True):
+            forms = (_CallForm("", has_text_arguments), _CallForm(None, has_text_arguments))
+            texts = {form: self._probe(_chat_with_call(form), [_PROBE_TOOL]) for form in forms}
+            shown = {form: text for form, text in texts.items() if text is not None and _PROBE in text}
+            if shown:
+                return min(shown, key=lambda form: len(shown[form]))
+        return _CallForm("", False)
+
+    def _probe(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str | None:
+        """Render a chat to see how the template treats it; None if the template fails on it."""
+        values = {**self._special_tokens, "documents": None, "messages": messages, "add_generation_prompt": True}
+        try:
+            name = "tool_use" if tools and "tool_use" in self._templates else "default"
+            return self._templates[name].render({**values, "tools": tools} if tools else values)
+        except (KeyError, jinja2.TemplateError, *_EXPRESSION_ERRORS):
+            return None
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
@@ -183,6 +219,50 @@ _INSTRUCTING = ("system", "developer")
 """Roles of messages with instructions for the model."""
 
 _PROBE = "kaon-probe"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": _PROBE, "description": "Tests.", "parameters": {"type": "object", "properties": {}}},
+}
+_THINKING_PART = re.compile(r"""== *["']thinking["']""")
+
+
+class _CallForm(NamedTuple):
+    """How a message with calls is handed to a template."""
+
+    no_content: str | None
+    """The content of a message that has none."""
+    has_text_arguments: bool
+    """Whether arguments are JSON text, instead of an object."""
+
+
+def _chat_with_call(form: _CallForm) -> list[dict[str, Any]]:
+    arguments: Any = "{}" if form.has_text_arguments else {}
+    # Some templates accept ids of nine letters and digits only.
+    call = {"id": "kaonprobe", "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+    return [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": form.no_content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "kaonprobe", "name": _PROBE, "content": "Hi"},
+    ]
+
+
+def _with_text_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+
+
+def _with_thinking_part(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Move the reasoning of a message into its content."""
+    content = message.get("content")
+    if not isinstance(content, str | None):
+        return message
+    parts = [{"type": "thinking", "thinking": message["reasoning"]}]
+    if content:
+        parts.append({"type": "text", "text": content})
+    return {**message, "content": parts}
 
 
 def _joins(shown: Sequence[Mapping[str, Any]], message: Mapping[str, Any], texts: dict[int, list[str]]) -> bool:

@@ -18,7 +18,7 @@ from server.ignored import ignore
 from server.limits.owners import Owner
 from server.request_builder import PreparedChat, check_request_limits, in_thread, prepare_chat, render_prompt
 from server.schemas.body import validate
-from server.schemas.chat import ChatCompletionRequest, reasoning_switch
+from server.schemas.chat import ChatCompletionRequest, reasoning_history, reasoning_switch
 from server.schemas.messages import (
     AnthropicTool,
     Block,
@@ -181,6 +181,8 @@ def _template_variables(request: CountTokensRequest) -> dict[str, Any]:
     variables = reasoning_switch(request.thinking.is_on)
     if request.output_config.effort is not None:
         variables["reasoning_effort"] = request.output_config.effort
+    if request.keeps_thinking:
+        variables |= reasoning_history(True)
     return {**variables, **request.chat_template_kwargs}
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeAlias
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from engine.config.config import TEMPLATE_ARGUMENTS
 from server.ignored import ignore
 from server.schemas.body import (
     NO_CHANGE,
@@ -504,8 +505,6 @@ def _parsed(arguments: str) -> Any:
 
 # -- request and answer -----------------------------------------------------------------------------------------
 
-_RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt"})
-
 
 def reasoning_switch(is_on: bool) -> dict[str, Any]:
     """The variables by which chat templates switch reasoning: `enable_thinking` (Qwen, GLM, Gemma 4 and most others),
@@ -513,9 +512,18 @@ def reasoning_switch(is_on: bool) -> dict[str, Any]:
     return {"enable_thinking": is_on, "thinking": is_on, "reasoning": is_on}
 
 
+def reasoning_history(is_shown: bool) -> dict[str, Any]:
+    """The variables by which chat templates show the reasoning of earlier turns or leave it out: `preserve_thinking`
+    (Qwen3.6 and later, Gemma 4, Kimi-K2.6), `keep_past_thinking` (LFM2.5), and of the opposite meaning
+    `clear_thinking` (GLM-4.7 and later), `truncate_history_thinking` (Nemotron 3) and `drop_thinking` (DeepSeek-V3.2
+    and later)."""
+    shown = dict.fromkeys(("preserve_thinking", "keep_past_thinking"), is_shown)
+    return shown | dict.fromkeys(("clear_thinking", "truncate_history_thinking", "drop_thinking"), not is_shown)
+
+
 def no_reserved_names(value: dict[str, Any]) -> dict[str, Any]:
     """Validator of `chat_template_kwargs`."""
-    if reserved := sorted(_RESERVED & value.keys()):
+    if reserved := sorted(TEMPLATE_ARGUMENTS & value.keys()):
         raise rule(f"it must not set {', '.join(reserved)}, which the request itself sets")
     return value
 
@@ -532,6 +540,8 @@ class Thinking(RequestModel):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Between(0, INT31)] | None = None
     """Most tokens of reasoning: another name of `thinking_budget`."""
+    clear_thinking: bool | None = None
+    """As Z.ai's interface writes it: the opposite of `preserve_thinking`."""
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -574,6 +584,10 @@ class ChatCompletionRequest(SamplingFields):
 
     thinking: Thinking | None = None
     """Whether the model reasons, as Anthropic's and DeepSeek's interfaces write it: also `enable_thinking`."""
+
+    preserve_thinking: bool | None = None
+    """Whether the chat template shows the reasoning of all earlier turns (`reasoning_content`); default: its own, for
+    most templates that of turns since the last message of the user."""
 
     thinking_budget: Annotated[int, Between(0, INT31)] | None = None
     """Most tokens of reasoning, which is closed after them; default: as many as the answer may have."""
@@ -690,6 +704,11 @@ class ChatCompletionRequest(SamplingFields):
         variables = {} if is_on is None else reasoning_switch(is_on)
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
+        is_shown = self.preserve_thinking
+        if is_shown is None and self.thinking is not None and self.thinking.clear_thinking is not None:
+            is_shown = not self.thinking.clear_thinking
+        if is_shown is not None:
+            variables |= reasoning_history(is_shown)
         return {**variables, **self.chat_template_kwargs}
 
     @property

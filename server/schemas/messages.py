@@ -432,7 +432,12 @@ class CountTokensRequest(ModelRequest):
 
     cache_control: Hint = None
     context_management: Annotated[
-        dict[str, Any] | None, FewFields, Field(description="Accepted; nothing of the conversation is cleared.")
+        dict[str, Any] | None,
+        FewFields,
+        Field(
+            description="`clear_thinking_20251015` that keeps `all` has the chat template show the reasoning of all "
+            "earlier turns. Other edits are accepted; nothing of the conversation is cleared."
+        ),
     ] = None
     speed: HintText = None
     anthropic_version: HintText = None
@@ -442,6 +447,17 @@ class CountTokensRequest(ModelRequest):
     compaction: Hint = None
     user_profile_id: HintText = None
     workspace_id: HintText = None
+
+    @property
+    def keeps_thinking(self) -> bool:
+        """Whether the reasoning of all earlier turns is part of the prompt."""
+        edits = (self.context_management or {}).get("edits")
+        return isinstance(edits, list) and any(
+            isinstance(edit, dict)
+            and str(edit.get("type")).startswith("clear_thinking_")
+            and edit.get("keep") in ("all", {"type": "all"})
+            for edit in edits
+        )
 
 
 class MessagesRequest(CountTokensRequest):

@@ -69,6 +69,7 @@ def test_every_default_can_be_given_in_all_three_places(
         "max_model_len": "2",
         "root_path": "/llm",
         "lora": "a=/a",
+        "default_chat_template_kwargs": '{"a": 1}',
         "task": "generate,embed",
         "max_request_bytes": "2048",
         "max_connections": "4",
@@ -94,6 +95,14 @@ def test_lists_are_comma_separated_as_text_and_lists_in_yaml(monkeypatch: pytest
     from_file = load_config([])
     assert from_file.server_config.served_model_name == ("a", "b")
     assert from_file == load_config(["--served-model-name", "a, b", "--stop-token-ids", "1,2"])
+
+
+def test_an_object_is_json_as_text_and_a_mapping_in_yaml(yaml_file: Path) -> None:
+    yaml_file.write_text("default_chat_template_kwargs:\n  enable_thinking: false\n")
+    from_file = load_config(["--config", str(yaml_file)])
+    from_flag = load_config(["--default-chat-template-kwargs", '{"enable_thinking": false}'])
+    assert from_flag == from_file
+    assert from_file.server_config.default_chat_template_kwargs == {"enable_thinking": False}
 
 
 def test_the_flag_of_a_list_may_be_given_several_times() -> None:
@@ -176,6 +185,19 @@ def test_an_empty_file_sets_nothing(yaml_file: Path) -> None:
         (["--pt", "2"], "--pt is not a flag; did you mean --port?"),
         (["--config", "/nowhere.yaml"], "--config is /nowhere.yaml, but there is no such file"),
         (["--config", "/"], "--config is /, but this is not a file"),
+        (
+            ["--default-chat-template-kwargs", "x"],
+            "--default-chat-template-kwargs is 'x', which is not JSON: Expecting value: line 1 column 1 (char 0); "
+            'write an object like {"enable_thinking": false}',
+        ),
+        (
+            ["--default-chat-template-kwargs", "[1]"],
+            '--default-chat-template-kwargs is [1]; it must be an object like {"enable_thinking": false}',
+        ),
+        (
+            ["--default-chat-template-kwargs", '{"tools": []}'],
+            "--default-chat-template-kwargs sets tools, which requests set; leave it out",
+        ),
     ],
 )
 def test_a_bad_command_line_is_one_sentence_that_names_flag_and_value(argv: list[str], said: str) -> None:

@@ -392,6 +392,16 @@ def test_hints_of_agents_are_accepted_whatever_they_hold() -> None:
     assert ignored_of(container="c", fallbacks=[{}]) == ["container", "fallbacks"]
 
 
+@pytest.mark.parametrize(
+    ("keep", "is_shown"), [("all", True), ({"type": "all"}, True), ({"type": "thinking_turns", "value": 2}, False)]
+)
+def test_thinking_that_is_kept_is_shown_in_the_prompt(keep: Any, is_shown: bool) -> None:
+    edit = {"type": "clear_thinking_20251015", "keep": keep}
+    chat = chat_of(thinking={"type": "adaptive"}, context_management={"edits": [edit]})
+    assert chat.template_variables.get("preserve_thinking", False) == is_shown
+    assert chat.template_variables.get("clear_thinking", True) == (not is_shown)
+
+
 def test_a_summary_made_at_anthropic_is_shown() -> None:
     opaque = {"signature": "s", "encrypted_content": "e", "tool_changes": []}
     assert shown(user({"type": "compaction", "content": "They met.", **opaque}), user("Go on.")) == [

@@ -416,6 +416,27 @@ def test_thinking_is_switched_by_the_field_of_each_family(fields: dict[str, Any]
     assert chat(**fields).template_variables.get("enable_thinking") == enabled
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_shown"),
+    [
+        ({"preserve_thinking": True}, True),
+        ({"preserve_thinking": False}, False),
+        ({"thinking": {"type": "enabled", "clear_thinking": False}}, True),
+        ({"thinking": {"type": "enabled", "clear_thinking": True}, "preserve_thinking": True}, True),
+        ({"preserve_thinking": True, "chat_template_kwargs": {"preserve_thinking": False}}, False),
+        ({"thinking": {"type": "enabled"}}, None),
+    ],
+)
+def test_earlier_reasoning_is_shown_by_the_variable_of_each_family(
+    fields: dict[str, Any], is_shown: bool | None
+) -> None:
+    variables = chat(**fields).template_variables
+    assert variables.get("preserve_thinking") == is_shown
+    if is_shown and "chat_template_kwargs" not in fields:
+        assert variables["keep_past_thinking"]
+        assert not any(variables[name] for name in ("clear_thinking", "truncate_history_thinking", "drop_thinking"))
+
+
 def test_an_assistants_turn_may_be_empty() -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant"}, {"role": "user", "content": "Hello?"}]
     assert [message.for_template()["content"] for message in chat(messages=turns).messages] == ["Hi", "", "Hello?"]

@@ -15,12 +15,19 @@ from engine.text.io_processor import InputOutputProcessor, NewSequence
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.errors import BadRequest
-from server.frontend import Frontend
+from server.frontend import Frontend, LoadedModel
 from server.limits.accounts import Accounts
 from server.limits.jobs import Jobs
 from server.limits.owners import ANYONE, Owner
 from server.parsing.answer_format import AnswerFormat
-from server.request_builder import PreparedChat, check_request_limits, last_index, new_sequences, prepare_chat
+from server.request_builder import (
+    PreparedChat,
+    check_request_limits,
+    last_index,
+    new_sequences,
+    prepare_chat,
+    render_prompt,
+)
 from server.schemas.body import validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.completions import CompletionRequest
@@ -58,7 +65,7 @@ def test_keys_share_no_cached_prefix_unless_the_server_says_so() -> None:
         return sequence.request.cache_salt
 
     one, two = Owner.of_key("1" * 64), Owner.of_key("2" * 64)
-    given = {"cache_salt": "x"}
+    given: dict[str, Any] = {"cache_salt": "x"}
     assert salt(ANYONE) is None
     assert salt(one) == salt(one)
     assert len({salt(one), salt(two), salt(one, **given), salt(two, **given), salt(ANYONE, **given)}) == 5
@@ -189,3 +196,20 @@ async def test_a_chat_that_is_too_long_for_the_context_is_refused_before_it_is_r
     ):
         with pytest.raises(BadRequest, match="rendered"):
             await chat(**fields)
+
+
+def test_variables_of_the_chat_template_have_defaults_of_the_server() -> None:
+    info = ModelInfo("", "", "", "", 0, TOKENIZER.vocab_size, 64, [], 16, 10)
+    template = ChatTemplate({"default": "{{ enable_thinking }} {{ preserve_thinking }} {{ mark }}"})
+    model = SimpleNamespace(processor=InputOutputProcessor(TOKENIZER, template, info))
+    config = Config.from_fields(default_chat_template_kwargs={"enable_thinking": False, "mark": "!"})
+
+    def prompt(**fields: Any) -> str:
+        chat = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+        request = validate(chat, ChatCompletionRequest, allow_unknown=False)
+        frontend = SimpleNamespace(loaded=model, config=config)
+        return render_prompt(request, cast(LoadedModel, model), cast(Frontend, frontend))
+
+    assert prompt() == "False  !"
+    assert prompt(enable_thinking=True, preserve_thinking=True) == "True True !"
+    assert prompt(chat_template_kwargs={"mark": "?"}) == "False  ?"

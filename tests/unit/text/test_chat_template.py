@@ -224,3 +224,60 @@ def test_earlier_reasoning_is_shown_under_the_name_that_the_template_reads() -> 
     body = "{% for message in messages %}{{ message.thinking }}|{{ message.content }}{% endfor %}"
     assert ChatTemplate({"default": body}).render([turn]) == "Hm.|Yes."
     assert ChatTemplate({"default": body + "{# <|channel|> #}"}).render([turn]) == "|Yes."
+
+
+CALL = {"id": "kaoncall0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+CALLING: list[dict[str, Any]] = [
+    HELLO[0],
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "kaoncall0", "content": "4"},
+]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{% if '</think>' in m.content %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}",
+        "{% if m.content is string %}{{ m.content }}{% elif m.content | length %}{{ m.content[0] }}{% endif %}",
+        "{{ '' + m.content }}",
+        "{{ m.content }}",
+        "{% if m.content is not none %}{{ m.content }}{% endif %}",
+    ],
+    ids=["Qwen3", "Ministral 3", "Granite 3.3", "GLM", "Mistral"],
+)
+def test_a_call_without_content_has_an_empty_text(content: str) -> None:
+    source = "{% for m in messages %}[" + content + "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}]"
+    template = ChatTemplate({"default": source + "{% endfor %}"})
+    assert template.render(CALLING).endswith("[f][4]")
+    without = [CALLING[0], {key: value for key, value in CALLING[1].items() if key != "content"}, CALLING[2]]
+    assert template.render(without).endswith("[f][4]")
+    assert template.render([CALLING[0], {**CALLING[1], "content": "Hm."}, CALLING[2]]).endswith("[Hm.f][4]")
+
+
+def test_a_call_without_content_is_null_where_a_text_would_be_a_turn_of_its_own() -> None:
+    """DeepSeek-R1's templates write a call where the content is null, and else a turn."""
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls %}[{{ c.function.name }}{{ c.function.arguments }}]"
+        "{% endfor %}{% if m.content is not none %}[{{ m.content }}]{% endif %}{% endfor %}"
+    )
+    assert ChatTemplate({"default": source}).render(CALLING).endswith("[f{'a': 1}][4]")
+
+
+def test_arguments_are_text_where_a_template_joins_them_to_text() -> None:
+    texts = "{% for c in messages[1].tool_calls %}{{ c.function.name + '<' + c.function.arguments }}>{% endfor %}"
+    assert ChatTemplate({"default": texts}).render(CALLING) == 'f<{"a": 1}>'
+    objects = "{% for c in messages[1].tool_calls %}{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %}"
+    assert ChatTemplate({"default": objects}).render(CALLING) == "f1"
+
+
+def test_reasoning_is_a_part_of_the_content_where_a_template_reads_it_there() -> None:
+    """Ministral 3's template."""
+    source = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        "{% if part['type'] == 'thinking' %}[THINK]{{ part['thinking'] }}[/THINK]{% else %}{{ part['text'] }}"
+        "{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate({"default": source})
+    answered = {"role": "assistant", "content": "4", "reasoning": "2 + 2", "reasoning_content": "2 + 2"}
+    assert template.render([answered]) == "[THINK]2 + 2[/THINK]4"
+    assert template.render([{**answered, "content": None, "tool_calls": [CALL]}]) == "[THINK]2 + 2[/THINK]"
