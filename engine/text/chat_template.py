@@ -111,6 +111,8 @@ class ChatTemplate:
         length = 0
         most = self._max_characters or MAX_RENDERED_CHARACTERS
         deadline = time.monotonic() + MAX_RENDER_SECONDS
+        if tools and self._reads_bare_tools:
+            values["tools"] = [tool.get("function", tool) for tool in tools]
         template = self._choose(tools)
         context = template.new_context(values)
         try:
@@ -199,6 +201,14 @@ class ChatTemplate:
                 return min(shown, key=lambda form: len(shown[form]))
         return _CallForm("", False)
 
+    @cached_property
+    def _reads_bare_tools(self) -> bool:
+        """Whether the template reads a function where others read it as `function` of a tool (Apertus)."""
+        chat = [{"role": "user", "content": "Hi"}]
+        forms = [_PROBE_TOOL], [_PROBE_TOOL["function"]]
+        whole, bare = (_PROBE in (self._probe(chat, tools) or "") for tools in forms)
+        return bare and not whole
+
     def _probe(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str | None:
         """Render a chat to see how the template treats it; None if the template fails on it."""
         values = {**self._special_tokens, "documents": None, "messages": messages, "add_generation_prompt": True}
@@ -219,7 +229,7 @@ _INSTRUCTING = ("system", "developer")
 """Roles of messages with instructions for the model."""
 
 _PROBE = "kaon-probe"
-_PROBE_TOOL = {
+_PROBE_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": _PROBE, "description": "Tests.", "parameters": {"type": "object", "properties": {}}},
 }

@@ -133,7 +133,7 @@ REASONING_DIALECTS.register("cohere_command")(
         "<|END_THINKING|>",
         detect=lambda signs: "<|START_THINKING|>" in signs.template,
         content_tags=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
-        aliases=("command_a",),
+        aliases=("command_a", "cohere_command3", "cohere_command4"),
     )
 )
 # The next two dialects are like "think", and also have tags around the content.
@@ -163,6 +163,28 @@ REASONING_DIALECTS.register("mistral")(
         detect=lambda signs: "[THINK]" in signs.template or signs.has_token("[THINK]"),
     )
 )
+REASONING_DIALECTS.register("apertus")(
+    ReasoningDialect("<|inner_prefix|>", "<|inner_suffix|>", detect=lambda signs: "<|inner_prefix|>" in signs.template)
+)
+REASONING_DIALECTS.register("longcat")(
+    ReasoningDialect("<longcat_think>", "</longcat_think>", detect=lambda signs: "<longcat_think>" in signs.template)
+)
+# The next two dialects have sentences for tags.
+REASONING_DIALECTS.register("apriel")(
+    ReasoningDialect(
+        "Here are my reasoning steps:",
+        "[BEGIN FINAL RESPONSE]",
+        detect=lambda signs: "[BEGIN FINAL RESPONSE]" in signs.template,
+        content_tags=(("", "[END FINAL RESPONSE]"),),
+    )
+)
+REASONING_DIALECTS.register("granite")(
+    ReasoningDialect(
+        "Here is my thought process:",
+        "Here is my response:",
+        detect=lambda signs: "Here is my thought process:" in signs.template,
+    )
+)
 # Qwen3, DeepSeek-V3.1, GLM-4.5, MiniMax-M2, Kimi-K2 and others, where the model or the prompt opens the reasoning.
 REASONING_DIALECTS.register("think")(
     ReasoningDialect(
@@ -173,7 +195,10 @@ REASONING_DIALECTS.register("think")(
             or ("</think>" in signs.template and _DEEPSEEK not in signs.template)
             or ("</think>" not in signs.template and signs.has_token("<think>") and signs.has_token("</think>"))
         ),
-        aliases=("qwen3", "glm45", "deepseek_v3", "minimax_m2", "kimi_k2", "nemotron_v3", "mimo", "olmo3", "ling3"),
+        aliases=(
+            *("qwen3", "glm45", "glm47", "deepseek_v3", "deepseek_v4", "deepseek_v41", "minimax_m2", "kimi_k2"),
+            *("nemotron_v3", "mimo", "olmo3", "ling3", "hy_v3", "poolside_v1", "step3p5", "holo2"),
+        ),
     )
 )
 # DeepSeek-R1, which always reasons and may omit the opening tag.

@@ -314,7 +314,7 @@ class CallObjectParser(ToolCallParser):
             if self._calls > calls and end_marker and (yield from self._comes(end_marker)):
                 feed.end_record()
                 return True
-            key = _string((yield from self._read_value()) if character in "\"'" else None)
+            key = string_of((yield from self._read_value()) if character in "\"'" else None)
             character = yield from feed.skip_whitespace()
             if key is None or character != ":":
                 return self._broken_off(None if character else name, calls)
@@ -328,7 +328,7 @@ class CallObjectParser(ToolCallParser):
                 continue
             value = yield from self._read_value()
             if key == self.name_key and name is None:
-                name = _string(value)
+                name = string_of(value)
                 broken = not name or not (self.marked or name in self._schemas)
             elif key in _ARGUMENTS and arguments is None and self._calls == calls:
                 arguments = _object(value)
@@ -383,7 +383,7 @@ class CallObjectParser(ToolCallParser):
         return False
 
 
-def _string(value: str | None) -> str | None:
+def string_of(value: str | None) -> str | None:
     """Decode the JSON text `value` if it is a string of valid Unicode, else return None."""
     if value is None or not value.startswith('"'):
         return None
@@ -397,7 +397,7 @@ def _object(value: str | None) -> str | None:
     if value == "null":
         return "{}"
     if value is not None and value.startswith('"'):
-        value = mend(_string(value) or "")
+        value = mend(string_of(value) or "")
     return value if value is not None and value.startswith("{") else None
 
 

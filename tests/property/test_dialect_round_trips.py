@@ -18,7 +18,7 @@ from server.schemas.chat import ToolUse
 from tests.unit.answers.dialect_texts import parsed, short_form, tool
 
 NAMESPACE = "]<]minimax[>["
-DSML = "｜DSML｜"  # noqa: RUF001
+DSML, GCML = "｜DSML｜", "｜GCML｜"  # noqa: RUF001
 
 
 class Call(NamedTuple):
@@ -49,8 +49,8 @@ def _object(call: Call, key: str = "arguments") -> str:
     return f'{{"name": {_json(call.name)}, "{key}": {_json(call.arguments)}}}'
 
 
-def _hermes(calls: Sequence[Call]) -> str:
-    return "\n".join(f"<tool_call>\n{_object(call)}\n</tool_call>" for call in calls)
+def _hermes(prefix: str = "") -> Callable[[Sequence[Call]], str]:
+    return lambda calls: "\n".join(f"<{prefix}tool_call>\n{_object(call)}\n</{prefix}tool_call>" for call in calls)
 
 
 def _qwen(around: str, value: Callable[[Any], str], prefix: str = "") -> Callable[[Sequence[Call]], str]:
@@ -113,14 +113,17 @@ def _minimax_m3(calls: Sequence[Call]) -> str:
     return f"{NAMESPACE}<tool_call>\n{each}{NAMESPACE}</tool_call>"
 
 
-def _minimax_m2(calls: Sequence[Call]) -> str:
-    each = "".join(
-        f'<invoke name="{call.name}">\n'
-        + _members(call, '<parameter name="{key}">', _bare, "</parameter>\n", "")
-        + "</invoke>\n"
-        for call in calls
-    )
-    return f"<minimax:tool_call>\n{each}</minimax:tool_call>"
+def _invokes(block: str) -> Callable[[Sequence[Call]], str]:
+    def write(calls: Sequence[Call]) -> str:
+        each = "".join(
+            f'<invoke name="{call.name}">\n'
+            + _members(call, '<parameter name="{key}">', _bare, "</parameter>\n", "")
+            + "</invoke>\n"
+            for call in calls
+        )
+        return f"<{block}>\n{each}</{block}>"
+
+    return write
 
 
 def _dsml(block: str, prefix: str = DSML) -> Callable[[Sequence[Call]], str]:
@@ -183,7 +186,8 @@ def _harmony(calls: Sequence[Call]) -> str:
 
 
 WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
-    "hermes": _hermes,
+    "hermes": _hermes(),
+    "longcat": _hermes("longcat_"),
     "qwen3_coder": _qwen("\n", _jinja),
     "mimo": _qwen("", _bare),
     "seed_oss": _qwen("", _bare, "seed:"),
@@ -193,10 +197,17 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "deepseek_v3": _fenced,
     "deepseek_v31": _plain,
     "minimax_m3": _minimax_m3,
-    "minimax_m2": _minimax_m2,
+    "minimax_m2": _invokes("minimax:tool_call"),
+    "dots": _invokes("dots_function_call"),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
     "deepseek_v41": _dsml("calls", f"{DSML} "),
+    "gigachat35": _dsml("tool_calls", GCML),
+    "gigachat31": lambda calls: f"<|function_call|>{_object(calls[0])}<|message_sep|>\n\n",
+    "gigachat3": lambda calls: f"<|message_sep|>\n\nfunction call<|role_sep|>\n{_object(calls[0])}<|message_sep|>\n\n",
+    "apertus": lambda calls: (
+        f"<|tools_prefix|>[{', '.join(_json({call.name: call.arguments}) for call in calls)}]<|tools_suffix|>"
+    ),
     "kimi_k2": _kimi,
     "gemma4": _gemma,
     "cohere_command": _command,
@@ -219,7 +230,8 @@ VALUE_ENDS = {
     **dict.fromkeys(("qwen3_coder", "mimo", "seed_oss"), "</parameter>"),
     **dict.fromkeys(("glm45", "glm47", "hy_v3"), "</arg_value>"),
     "minimax_m3": NAMESPACE,
-    "minimax_m2": "</parameter>",
+    **dict.fromkeys(("minimax_m2", "dots"), "</parameter>"),
+    "gigachat35": f"</{GCML}parameter>",
     **dict.fromkeys(("deepseek_v32", "deepseek_v4"), f"</{DSML}parameter>"),
     "deepseek_v41": f"</{DSML} parameter>",
     "gemma4": '<|"|>',
@@ -385,6 +397,8 @@ def test_arguments_are_read_as_they_were_written(dialect: str) -> None:
     for seed in range(NUM_CASES):
         writing = Writing(dialect, seed)
         use, calls = writing.calls()
+        if dialect in ("gigachat3", "gigachat31"):
+            calls = calls[:1]
         thought, before, text = writing.words(), writing.words(), WRITERS[dialect](calls)
         if dialect in ("pythonic", "llama3_json"):
             before = ""

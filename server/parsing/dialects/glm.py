@@ -124,4 +124,4 @@ def _register(name: str, form: Form, detect: Callable[[ModelSigns], bool], alias
 
 _register("hy_v3", Form("\n", HUNYUAN_BEGIN, HUNYUAN_END, SEPARATOR), lambda signs: SEPARATOR in signs.template)
 _register("glm47", Form(line=""), lambda signs: KEY_END + VALUE_BEGIN in signs.template, aliases=("ling3",))
-_register("glm45", Form(), lambda signs: KEY_BEGIN in signs.template)
+_register("glm45", Form(), lambda signs: KEY_BEGIN in signs.template, aliases=("poolside_v1",))

@@ -1,7 +1,9 @@
-"""Calls as `<invoke name="f">` with `<parameter name="k">` inside: MiniMax-M2, DeepSeek-V3.2 and later.
+"""Calls as `<invoke name="f">` with `<parameter name="k">` inside: MiniMax-M2, DeepSeek-V3.2 and later,
+GigaChat 3.5, dots.
 
 `<minimax:tool_call><invoke name="f"><parameter name="k">value</parameter></invoke></minimax:tool_call>`. DeepSeek's
-tags begin with `｜DSML｜`, and its parameters say whether the value is text: `string="true"` or `string="false"`.
+tags begin with `｜DSML｜`, and its parameters say whether the value is text: `string="true"` or `string="false"`;
+GigaChat's begin with `｜GCML｜`.
 """  # noqa: RUF002
 
 import re
@@ -14,7 +16,7 @@ from server.parsing.registry import TOOL_DIALECTS, ModelSigns, ToolDialect
 from server.parsing.tool_calls import MembersParser
 from server.schemas.chat import ToolUse
 
-DSML = "｜DSML｜"  # noqa: RUF001
+DSML, GCML = "｜DSML｜", "｜GCML｜"  # noqa: RUF001
 _QUOTED = re.compile(r'[^"<>]*')
 _STRING = frozenset({"string"})
 _IS_TEXT, _IS_JSON = ' string="true"', ' string="false"'
@@ -155,6 +157,8 @@ MINIMAX = Tags("minimax:tool_call")
 V32 = Tags("function_calls", DSML, says_types=True)
 V4 = Tags("tool_calls", DSML, says_types=True)
 V41 = Tags("calls", f"{DSML} ", says_types=True)
+GIGACHAT = Tags("tool_calls", GCML, says_types=True)
+DOTS = Tags("dots_function_call")
 
 
 def _shows(tags: Tags) -> Callable[[ModelSigns], bool]:
@@ -166,3 +170,5 @@ _register("minimax_m2", MINIMAX, lambda signs: MINIMAX.block in signs.template)
 _register("deepseek_v32", V32, _shows(V32))
 _register("deepseek_v4", V4, _shows(V4))
 _register("deepseek_v41", V41, _shows(V41))
+_register("gigachat35", GIGACHAT, lambda signs: GCML in signs.template)
+_register("dots", DOTS, lambda signs: DOTS.block in signs.template)

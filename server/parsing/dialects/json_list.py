@@ -1,9 +1,11 @@
-"""Calls as a JSON list between markers: Nemotron, Hunyuan, Granite 3, Phi-4-mini, Command A.
+"""Calls as a JSON list between markers: Nemotron, Hunyuan, Granite 3, Phi-4-mini, Command A, Apertus. GigaChat 3
+writes a single object.
 
 `<TOOLCALL>[{"name": "f", "arguments": {…}}]</TOOLCALL>`, and the same with other markers. Command A names a function
-by `tool_name` and its arguments `parameters`.
+by `tool_name` and its arguments `parameters`. Apertus has the name as the only key: `[{"f": {…}}]`.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
@@ -11,7 +13,7 @@ from types import MappingProxyType
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ModelSigns, ToolDialect
-from server.parsing.tool_calls import CallObjectParser, call_list
+from server.parsing.tool_calls import CallObjectParser, call_list, call_object, string_of
 from server.schemas.chat import ToolUse
 
 NEMOTRON = "<TOOLCALL>", "</TOOLCALL>"
@@ -19,6 +21,9 @@ HUNYUAN = "<tool_calls>", "</tool_calls>"
 PHI = "<|tool_call|>", "<|/tool_call|>"
 GRANITE = "<|tool_call|>", ""
 COMMAND = "<|START_ACTION|>", "<|END_ACTION|>"
+APERTUS = "<|tools_prefix|>", "<|tools_suffix|>"
+MESSAGE_END, ROLE_END = "<|message_sep|>", "<|role_sep|>"
+GIGACHAT3, GIGACHAT31 = f"function call{ROLE_END}", "<|function_call|>"
 
 
 class JsonListParser(CallObjectParser):
@@ -49,6 +54,46 @@ class JsonListParser(CallObjectParser):
                     feed.end_record()
                 elif not (yield from self._cut_off(end)):
                     self._record_is_content()
+
+
+class ApertusParser(JsonListParser):
+    """Objects with one key, the function's name."""
+
+    def _read_call(self, end_marker: str = "") -> Waiting[bool]:
+        feed = self._feed
+        calls = self._calls
+        feed.take(1)
+        character = yield from feed.skip_whitespace()
+        name = string_of((yield from self._read_value()) if character in ('"', "'") else None)
+        character = yield from feed.skip_whitespace()
+        if not name or character != ":":
+            return self._broken_off(None if character else name, calls)
+        feed.take(1)
+        character = yield from feed.skip_whitespace()
+        if character != "{":
+            return self._broken_off(None if character else name, calls)
+        self._begin_call(name)
+        if not (yield from self._stream_object(end_marker)):
+            return False
+        feed.begin_record()
+        if (yield from feed.skip_whitespace()) == "}":
+            feed.take(1)
+        feed.end_record()
+        return True
+
+
+class GigaChatParser(JsonListParser):
+    """The marker after a message is dropped. With GigaChat 3.0 a call is a message of its own, after that marker."""
+
+    def __init__(self, use: ToolUse, begin: str) -> None:
+        super().__init__(use, {begin: ""})
+        self._begin = Markers(begin, MESSAGE_END)
+
+    def _content_until(self, markers: Markers) -> Waiting[str]:
+        while (begin := (yield from super()._content_until(markers))) == MESSAGE_END:
+            self._feed.end_record()
+            yield from self._feed.skip_whitespace()
+        return begin
 
 
 class CommandParser(JsonListParser):
@@ -112,6 +157,52 @@ TOOL_DIALECTS.register("cohere_command")(
         aliases=("command_a", "cohere_command3", "cohere_command4"),
     )
 )
+
+
+def apertus_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """An expression for Apertus' list after its opening marker."""
+    call = lark.any_of(
+        f"{lark.spelled(json.dumps(function.name, ensure_ascii=False) + _TO_VALUE)} {lark.json(function.schema)}"
+        for function in functions
+    )
+    call = lark.rule(f"{lark.spelled('{')} {call} {lark.spelled('}')}")
+    further = "" if once else f"({lark.spelled(', ')} {call})*"
+    return f"{lark.spelled('[')} {call} {further} {lark.spelled(']' + APERTUS[1])}"
+
+
+_TO_VALUE = ": "
+
+TOOL_DIALECTS.register("apertus")(
+    ToolDialect(
+        lambda use: ApertusParser(use, dict([APERTUS])),
+        apertus_calls,
+        detect=lambda signs: APERTUS[0] in signs.template,
+        trigger=APERTUS[0],
+        markers=APERTUS,
+    )
+)
+
+
+def _register_gigachat(name: str, begin: str, trigger: str, before: str) -> None:
+    """Register a dialect of one call. `trigger` ends with `begin`; `before` precedes the object."""
+
+    def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+        """An expression for the only call after its marker."""
+        return f"{lark.spelled(before)} {call_object(lark, functions, 'arguments')}"
+
+    TOOL_DIALECTS.register(name)(
+        ToolDialect(
+            lambda use: GigaChatParser(use, begin),
+            calls,
+            detect=lambda signs: (GIGACHAT31 if begin == GIGACHAT31 else ROLE_END) in signs.template,
+            trigger=trigger,
+            markers=(begin, MESSAGE_END, ROLE_END),
+        )
+    )
+
+
+_register_gigachat("gigachat31", GIGACHAT31, GIGACHAT31, "")
+_register_gigachat("gigachat3", GIGACHAT3, f"{MESSAGE_END}\n\n{GIGACHAT3}", "\n")
 _register(
     "nemotron_json",
     NEMOTRON,

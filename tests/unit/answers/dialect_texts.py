@@ -131,6 +131,7 @@ _DSML = [
     ("deepseek_v32", "function_calls", "｜DSML｜"),  # noqa: RUF001
     ("deepseek_v4", "tool_calls", "｜DSML｜"),  # noqa: RUF001
     ("deepseek_v41", "calls", "｜DSML｜ "),  # noqa: RUF001
+    ("gigachat35", "tool_calls", "｜GCML｜"),  # noqa: RUF001
 ]
 _K_BEGIN, _K_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _K_ARGUMENTS, _K_CALL_END = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -146,6 +147,10 @@ _LISTS = [
     ("granite", "<|tool_call|>", ""),
     ("hunyuan_a13b", "<tool_calls>", "</tool_calls>"),
 ]
+_LONGCAT = f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>"
+_LONGCAT_NOW = f"<longcat_tool_call>\n{_OBJECT_NOW}\n</longcat_tool_call>"
+_APERTUS = '{"get_weather": {"city": "Paris", "days": 3}}'
+_GIGACHAT3 = "<|message_sep|>\n\nfunction call<|role_sep|>\n"
 _PYTHON = 'get_weather(city="Paris", days=3)'
 _HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
 _CALL, _NOW = ("get_weather", PARIS), ("now", {})
@@ -215,6 +220,16 @@ WHOLE = [
         for dialect, begin, end in _LISTS
         for text, answer in ((_OBJECT, _answer("", _CALL)), (f"{_OBJECT}, {_OBJECT_NOW}", _answer("", _CALL, _NOW)))
     ),
+    Written("apertus", f"<|tools_prefix|>[{_APERTUS}]<|tools_suffix|>", _answer("", _CALL)),
+    Written("apertus", f'<|tools_prefix|>[{_APERTUS}, {{"now": {{}}}}]<|tools_suffix|>', _answer("", _CALL, _NOW)),
+    Written("gigachat3", f"{_GIGACHAT3}{_OBJECT}", _answer("", _CALL)),
+    Written("gigachat31", f"<|function_call|>{_OBJECT}", _answer("", _CALL)),
+    Written("longcat", _LONGCAT, _answer("", _CALL)),
+    Written("longcat", f"{_LONGCAT}\n{_LONGCAT_NOW}", _answer("", _CALL, _NOW)),
+    Written("dots", f"<dots_function_call>\n{_INVOKE}\n</dots_function_call>", _answer("", _CALL)),
+    Written(
+        "dots", f"<dots_function_call>\n{_INVOKE}\n{_INVOKE_NOW}\n</dots_function_call>", _answer("", _CALL, _NOW)
+    ),
     Written("lfm2", f"<|tool_call_start|>[{_PYTHON}]<|tool_call_end|>", _answer("", _CALL)),
     Written("lfm2", f"<|tool_call_start|>[{_PYTHON}, now()]<|tool_call_end|>", _answer("", _CALL, _NOW)),
     Written("olmo3", f"<function_calls>{_PYTHON}</function_calls>", _answer("", _CALL)),
@@ -278,6 +293,20 @@ _AROUND = [
     ),
 ]
 _AROUND += [
+    Written("apertus", f"I look.<|tools_prefix|>[{_APERTUS}]<|tools_suffix|>", _answer("I look.", _CALL)),
+    Written("apertus", f"<|tools_prefix|> [ {_APERTUS} , ]<|tools_suffix|> Ok", _answer(" Ok", _CALL)),
+    Written(
+        "apertus",
+        '<|tools_prefix|>[{"get_weather": {"city": "Paris"<|tools_suffix|>',
+        _answer("", ("get_weather", {"city": "Paris"})),
+    ),
+    Written("apertus", "<|tools_prefix|>[12]<|tools_suffix|>", _answer("<|tools_prefix|>[12]<|tools_suffix|>")),
+    Written("gigachat3", f"I look.{_GIGACHAT3}{_OBJECT}<|message_sep|>\n\n", _answer("I look.", _CALL)),
+    Written("gigachat3", f"function call<|role_sep|>\n{_OBJECT}", _answer("", _CALL)),
+    Written(
+        "gigachat3", "A function call needs\na name.<|message_sep|>\n\n", _answer("A function call needs\na name.")
+    ),
+    Written("gigachat31", f"I look.<|function_call|>{_OBJECT}<|message_sep|>", _answer("I look.", _CALL)),
     Written("seed_oss", f"I look.\n{_SEED}\n", _answer("I look.", _CALL)),
     Written(
         "seed_oss",

@@ -57,6 +57,18 @@ def parser(dialect: str, tail: str = "", tools: str = "none", use: ToolUse = NO_
         ("hunyuan_a13b", "", "<think>\nHm.\n</think>\n<answer>\nA.\n\nB.\n</answer>", "Hm.", "A.\n\nB."),
         ("hunyuan_a13b", "", "<think>\n\n</think>\n\nYes <answer>.\n", "", "Yes <answer>.\n"),
         ("ernie45", "<think>\n", "Hm.\n</think>\n\n<response>\nYes.\n", "Hm.", "Yes.\n"),
+        ("apertus", "<|assistant_start|>", "<|inner_prefix|>Hm.<|inner_suffix|>Yes.", "Hm.", "Yes."),
+        ("longcat", "", "<longcat_think>\nHm.\n</longcat_think>\nYes.", "Hm.", "Yes."),
+        (
+            "apriel",
+            "<|begin_assistant|>\nHere are my reasoning steps:\n",
+            "Hm.\n[BEGIN FINAL RESPONSE]\nYes.\n[END FINAL RESPONSE]",
+            "Hm.",
+            "Yes.",
+        ),
+        ("apriel", "", "Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\nYes.", "Hm.", "Yes."),
+        ("apriel", "<|begin_assistant|>\n", "Yes.\n\nNo.", "", "Yes.\n\nNo."),
+        ("granite", "", "Here is my thought process:\nHm.\nHere is my response:\nYes.", "Hm.", "Yes."),
         # Reasoning of an earlier turn has ended, and the prompt opens the next.
         ("think", "</think>Hi.[e~[\n]~b]user\nHi[e~[\n]~b]ai\n<think>\n", "Hm.</think>Yes.", "Hm.", "Yes."),
         ("mistral", "", "[THI", "", "[THI"),

@@ -281,3 +281,12 @@ def test_reasoning_is_a_part_of_the_content_where_a_template_reads_it_there() ->
     answered = {"role": "assistant", "content": "4", "reasoning": "2 + 2", "reasoning_content": "2 + 2"}
     assert template.render([answered]) == "[THINK]2 + 2[/THINK]4"
     assert template.render([{**answered, "content": None, "tool_calls": [CALL]}]) == "[THINK]2 + 2[/THINK]"
+
+
+def test_tools_are_bare_functions_where_a_template_reads_them_so() -> None:
+    """Apertus' template."""
+    tools = [{"type": "function", "function": {"name": "f", "description": "It."}}]
+    source = "{% for tool in tools %}{{ tool.description + tool.name }}{% endfor %}"
+    assert render(source, tools) == "It.f"
+    assert render("{% for tool in tools %}{{ tool.function.name }}{% endfor %}", tools) == "f"
+    assert render("{{ tools | tojson }}", tools) == json.dumps(tools)
