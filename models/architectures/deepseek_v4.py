@@ -17,7 +17,7 @@ from models.config.rope import RopeConfig, parse_rope
 from models.errors import CheckpointError
 from models.layers.base import CacheSpec
 from models.layers.compressed import CompressedAttention, Compressor, EntryIndexer
-from models.layers.hyper_connection import HyperConnection, HyperHead
+from models.layers.hyper_connection import HyperConnection, HyperHead, repeated
 from models.layers.linear import VocabParallelEmbedding, float_logits
 from models.layers.moe import ExpertNames, FusedMoE
 from models.layers.norm import RMSNorm
@@ -25,6 +25,9 @@ from models.layers.parameter import WeightPart, empty_parameter, load_whole
 from models.layers.rotary import RotaryEmbedding
 from models.layers.routing import experts_per_token
 from models.ops.activation import GatedActivation, clipped_swiglu
+from models.ops.columns import join_columns
+from models.ops.cpu import experts as expert_ops
+from models.ops.cpu import runtime, structures
 from models.ops.torch_ops import top_k_lower_first
 from models.ops.types import Rotation
 from models.parallel.tensor_parallel import TensorParallel
@@ -164,7 +167,18 @@ class HashRouter(nn.Module):
 
     def forward(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size], [tokens] int64 -> [tokens, top_k] float32, [tokens, top_k] int64"""
-        scores = F.softplus(float_logits(hidden, self.weight)).sqrt()
+        logits = float_logits(hidden, self.weight)
+        if runtime.runs(hidden):
+            return expert_ops.route(
+                logits,
+                self.top_k,
+                scoring=structures.SQRT_SOFTPLUS,
+                renormalize=True,
+                correction=self.e_score_correction_bias,
+                scaling_factor=self.scaling_factor,
+                table=None if self.tid2eid is None else (self.tid2eid, input_ids),
+            )
+        scores = F.softplus(logits).sqrt()
         if self.tid2eid is not None:
             ids: torch.Tensor = self.tid2eid[input_ids]
         else:
@@ -319,7 +333,7 @@ class DeepseekV4Model(DecoderBody):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
         embedded: torch.Tensor = self.embed_tokens(input_ids)
-        streams = embedded[:, None].repeat(1, self.count, 1)
+        streams = repeated(embedded, self.count)
         plain, compressed = self.rotary_emb(positions), self.compress_rotary_emb(positions)
         for layer in self.layers:
             streams = layer(streams, input_ids, compressed if layer.is_compressed else plain)
@@ -327,7 +341,7 @@ class DeepseekV4Model(DecoderBody):
         context = get_forward_context()
         for number in range(self.count):
             if len(self.layers) + number in context.stream_layers:
-                context.streams[len(self.layers) + number] = streams[:, number].contiguous()
+                context.streams[len(self.layers) + number] = join_columns(streams[:, number])
         return self.norm(self.hc_head(streams))  # type: ignore[no-any-return]
 
 

@@ -17,17 +17,19 @@ from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
 from models.layers.base import CacheSpec, VectorCacheSpec
 from models.layers.compressed import PoolIndexer
+from models.layers.hyper_connection import mean_of, repeated
 from models.layers.linear import VocabParallelEmbedding
 from models.layers.mla import MLAAttention, MLAShape
 from models.layers.moe import FusedMoE
 from models.layers.norm import RMSNorm
 from models.ops.activation import GatedActivation, clipped_swiglu
+from models.ops.cpu import runtime
 from models.parallel.tensor_parallel import TensorParallel
 
 _RECURRENT, _INDEXED = "linear_attention", "indexed_attention"
 _ROTATED = 32
 """Number of dimensions, all zero, that stand for the rotated part of queries and keys, which these layers do not have
-and kernels of latent attention need."""
+and kernels of GPUs need."""
 _SECTION = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
@@ -127,11 +129,14 @@ class Glm5NextLatentAttention(MLAAttention):
         shares = shares_selection(config, layer)
         indexer = None if shares else _indexer(config, f"{name}.indexer")
         super().__init__(name, shape, indexer=indexer, shares_selection=shares, parallel=parallel)
-        self.cache_spec = VectorCacheSpec(name, rank + _ROTATED)
+        self.padding = 0 if runtime.active() else _ROTATED
+        self.cache_spec = VectorCacheSpec(name, rank + self.padding)
 
     def _attend(self, *tokens: torch.Tensor, shared: tuple[torch.Tensor, ...]) -> torch.Tensor:
         q, latent, *indexed = tokens
-        return super()._attend(F.pad(q, (0, _ROTATED)), F.pad(latent, (0, _ROTATED)), *indexed, shared=shared)
+        if self.padding:
+            q, latent = F.pad(q, (0, self.padding)), F.pad(latent, (0, self.padding))
+        return super()._attend(q, latent, *indexed, shared=shared)
 
 
 def _indexer(config: ModelConfig, name: str) -> PoolIndexer:
@@ -188,11 +193,12 @@ class Glm5NextModel(DecoderBody):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
         embedded: torch.Tensor = self.embed_tokens(input_ids)
-        streams = embedded[:, None].repeat(1, self.count, 1)
-        angles = positions.new_zeros(len(positions), 1, _ROTATED, dtype=torch.float32)
+        streams = repeated(embedded, self.count)
+        padding = 0 if runtime.active() else _ROTATED
+        angles = torch.zeros(len(positions), 1, padding, device=positions.device)
         for layer in self.layers:
             streams = layer(streams, angles, angles)
-        return self.norm(streams.float().mean(1).to(streams.dtype))  # type: ignore[no-any-return]
+        return self.norm(mean_of(streams))  # type: ignore[no-any-return]
 
 
 @architecture(

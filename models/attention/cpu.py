@@ -139,12 +139,14 @@ def normalize_and_rotate(
     rope_dim = cos.shape[-1]
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
-        last = x[..., -rope_dim:]
+        last = x[..., x.shape[-1] - rope_dim :]
         return rotate(deinterleave(last) if inputs.is_interleaved else last, cos, sin)
 
     return (
-        torch.cat((q[..., :-rope_dim], rotated(q)), -1),
-        torch.cat((rms_norm(latent[:, :-rope_dim], inputs.norm), rotated(latent[:, None])[:, 0]), -1),
+        torch.cat((q[..., : q.shape[-1] - rope_dim], rotated(q)), -1),
+        torch.cat(
+            (rms_norm(latent[:, : latent.shape[1] - rope_dim], inputs.norm), rotated(latent[:, None])[:, 0]), -1
+        ),
     )
 
 

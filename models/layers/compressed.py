@@ -2,8 +2,8 @@
 
 Keys are also the values, one vector per token for all heads. A layer has several caches: that vector; each token's
 projection for entries, since a window may end in a later step; the entries; and in layers with an indexer, which
-selects entries, its projections and entries. Torch computes the entries. The CPU's operators select and attend. On
-GPUs torch computes all decodes of a step together, so that graphs can capture them, and other rows one by one.
+selects entries, its projections and entries. On GPUs torch computes all decodes of a step together, so that graphs can
+capture them, and other rows one by one.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ from models.layers.parameter import (
 )
 from models.layers.rotary import RotaryEmbedding
 from models.ops import triton
+from models.ops.columns import join_columns
 from models.ops.compression import (
     Index,
     StepRows,
@@ -46,6 +47,7 @@ from models.ops.compression import (
 from models.ops.cpu import latent_attention as latent_ops
 from models.ops.cpu import runtime
 from models.ops.cpu import selection as selection_ops
+from models.ops.cpu.selection import EntryFinish
 from models.ops.cpu.structures import Step
 from models.ops.paged_attention import store_vectors
 from models.ops.types import Rotation, VectorCache
@@ -69,6 +71,22 @@ class EntryCache(nn.Module):
         """Return the entries to store, given the result of `compress` in the model's dtype. # [N, dim] -> [N, dim]"""
         del windows
         return made
+
+    def finish(self) -> EntryFinish | None:
+        """Describe `finished` for the CPU's operators."""
+        return None
+
+    def runs(self, context: ForwardContext) -> bool:
+        """Whether the CPU's operators compute the entries."""
+        pages, entries = _pages(context, self.tokens_spec), _pages(context, self.entries_spec)
+        return selection_ops.compresses(pages, entries, self.position_bias)
+
+    def update_by_operators(self, tokens: torch.Tensor, step: Step, context: ForwardContext) -> None:
+        """As `update`, by the CPU's operators."""
+        pages, entries = _pages(context, self.tokens_spec), _pages(context, self.entries_spec)
+        selection_ops.store(tokens, pages, step)
+        finish = self.finish()
+        selection_ops.compress(pages, entries, self.position_bias, step, overlaps=self.overlaps, finish=finish)
 
     def update(self, tokens: torch.Tensor, rows: StepRows, context: ForwardContext) -> None:
         """Store the step's vectors, and the entries of the windows that the step completes."""
@@ -127,12 +145,18 @@ class Compressor(EntryCache):
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Each token's projection for entries. # [tokens, hidden_size] -> [tokens, 2 * series]"""
-        return torch.cat((self.kv_proj(hidden), self.gate_proj(hidden)), -1)
+        return join_columns(self.kv_proj(hidden), self.gate_proj(hidden))
 
     def finished(self, made: torch.Tensor, windows: Windows) -> torch.Tensor:
         """See `EntryCache`. As in the model's other norms, only the result of the norm is rounded."""
         cos, sin = self._rotary[0](windows.numbers * self.rate)
         return rotate_last_pairs(self.kv_norm(made)[:, None], cos, sin)[:, 0]
+
+    def finish(self) -> EntryFinish:
+        """See `EntryCache`."""
+        rotary = self._rotary[0]
+        frequencies = rotary.inv_freq[len(rotary.inv_freq) // 2 :]
+        return EntryFinish(self.kv_norm.weight, self.kv_norm.eps, frequencies, rotary.attention_factor)
 
 
 class EntryScorer(nn.Module):
@@ -214,7 +238,7 @@ class PoolIndexer(EntryCache):
         """
         del cos, sin
         q = self.wq_b(q_latent).view(len(hidden), self.num_heads, self.head_dim)
-        made = torch.cat((self.k_norm(self.wk(hidden)), self.pool_gate(hidden)), -1)
+        made = join_columns(self.k_norm(self.wk(hidden)), self.pool_gate(hidden))
         return q, self.weights_proj(hidden), made
 
     def select(
@@ -237,16 +261,16 @@ class PoolIndexer(EntryCache):
             own = weights.float() * self.scale
             chosen = choose_entries(q, own, pages, tokens, top_k=self.num_pools, rate=self.rate, block_size=block_size)
             return None if chosen is None else tokens_of_pools(chosen, tokens.seen, self.rate)
+        step = metadata.step
+        if step is not None and self.runs(context) and selection_ops.selects(q, pages, self.num_pools):
+            self.update_by_operators(made, step, context)
+            pools = selection_ops.select_keys(
+                q, weights, self.scale, pages, step, self.num_pools, block_size=block_size, rate=self.rate
+            )
+            return selection_ops.tokens_of_pools(pools, step, self.rate)
         rows = _rows(context)
         self.update(made, rows, context)
         seen = rows.seen()
-        if metadata.step is not None and selection_ops.selects(q, pages, self.num_pools):
-            # The longest context limits the length of the lists, which changes only their padding.
-            num_pools = min(self.num_pools, max(1, max(rows.lengths) // self.rate))
-            chosen = selection_ops.select_keys(
-                q, weights, self.scale, pages, metadata.step, num_pools, block_size=block_size, rate=self.rate
-            )
-            return tokens_of_pools(chosen, seen, self.rate)
         chosen = torch.full((len(q), self.num_pools), -1, device=q.device)
         for row, length in enumerate(rows.lengths):
             keys = self.entries(row, length, rows, context)
@@ -275,8 +299,11 @@ class GroupedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [tokens, the rank's groups * in_features] -> [tokens, the rank's groups * out_features]"""
         tokens, groups = len(x), self.local
-        by_group = x.view(tokens, groups, -1).unbind(1)
-        if packed_of(self.weight) is None:
+        packed, by_head = packed_of(self.weight), x.view(tokens, groups, -1)
+        if packed is not None and latent_ops.multiplies_heads(by_head, packed):
+            return latent_ops.headed_linear(by_head, packed)
+        by_group = by_head.unbind(1)
+        if packed is None:
             return torch.cat([F.linear(each, weight) for each, weight in zip(by_group, self.weight, strict=True)], -1)
         counts = torch.full((groups,), tokens, dtype=torch.int64)
         products = grouped_linear(torch.cat(by_group), self.weight, None, counts)
@@ -331,17 +358,21 @@ class CompressedAttention(nn.Module):
     @property
     def cache_specs(self) -> list[VectorCacheSpec]:
         """The specs of the layer's caches."""
-        makers = [each for each in (self.compressor, *self._indexer) if each is not None]
-        return [self.cache_spec, *(spec for each in makers for spec in (each.tokens_spec, each.entries_spec))]
+        return [self.cache_spec, *(spec for each in self._makers for spec in (each.tokens_spec, each.entries_spec))]
+
+    @property
+    def _makers(self) -> list[Compressor]:
+        """Those that make entries."""
+        return [each for each in (self.compressor, *self._indexer) if each is not None]
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
         num_tokens = len(hidden)
         q_latent = self.q_a_norm(self.q_a_proj(hidden))
-        q = self.q_b_proj(q_latent).view(num_tokens, self.num_heads, self.head_dim).float()
-        q = (q * torch.rsqrt(q.square().mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
+        q = self.q_b_proj(q_latent).view(num_tokens, self.num_heads, self.head_dim)
+        q = rotate_last_pairs(q, *rotation, eps=self.eps)
         kv = rotate_last_pairs(self.kv_norm(self.kv_proj(hidden))[:, None], *rotation)[:, 0]
-        parts = [rotate_last_pairs(q, *rotation), kv]
+        parts = [q, kv]
         if self.compressor is not None:
             parts.append(self.compressor.project(hidden))
         for indexer in self._indexer:
@@ -359,16 +390,15 @@ class CompressedAttention(nn.Module):
         metadata = context.attn_metadata
         if metadata.num_decodes == len(metadata.seq_lens) and triton.runs(q, kv, operator="attention"):
             return self._attend_tokens(q, kv, others, context)
+        if metadata.step is not None and self._runs(q, others[2:], context):
+            return self._by_operators(q, kv, others, context, metadata.step)
         rows = _rows(context)
         pages = _pages(context, self.cache_spec)
         store_vectors(kv, pages, rows.slots)
         # Rows may share blocks that this step fills, so all rows are written before any is read.
-        makers = [each for each in (self.compressor, *self._indexer) if each is not None]
-        for maker, tokens in zip(makers, others, strict=False):
+        for maker, tokens in zip(self._makers, others, strict=False):
             maker.update(tokens, rows, context)
         indexed = others[2:]
-        if metadata.step is not None and self._runs(q, indexed, context):
-            return self._by_operators(q, indexed, context, metadata.step)
         out = torch.empty_like(q)
         for row, length in enumerate(rows.lengths):
             start, stop = rows.starts[row : row + 2]
@@ -389,8 +419,7 @@ class CompressedAttention(nn.Module):
         pages = _pages(context, self.cache_spec)
         tokens = _tokens(context)
         vector_store(kv, pages, tokens.slots)
-        makers = [each for each in (self.compressor, *self._indexer) if each is not None]
-        for maker, made in zip(makers, others, strict=False):
+        for maker, made in zip(self._makers, others, strict=False):
             maker.update_tokens(made, tokens, context)
         chosen, entries, rate, block_size = None, None, 1, pages.shape[1]
         for indexer in self._indexer:
@@ -420,18 +449,28 @@ class CompressedAttention(nn.Module):
 
     def _runs(self, q: torch.Tensor, indexed: Sequence[torch.Tensor], context: ForwardContext) -> bool:
         """Whether the CPU's operators attend. # q [tokens, heads, head_dim], the indexer's queries and weights"""
-        return latent_ops.supports(q, _pages(context, self.cache_spec), self.head_dim) and all(
-            selection_ops.selects(indexed[0], _pages(context, each.entries_spec), each.top_k) for each in self._indexer
+        attends = latent_ops.supports(q, _pages(context, self.cache_spec), self.head_dim)
+        return (
+            attends
+            and all(each.runs(context) for each in self._makers)
+            and all(
+                selection_ops.selects(indexed[0], _pages(context, each.entries_spec), each.top_k)
+                for each in self._indexer
+            )
         )
 
     def _by_operators(
-        self, q: torch.Tensor, indexed: Sequence[torch.Tensor], context: ForwardContext, step: Step
+        self, q: torch.Tensor, kv: torch.Tensor, others: Sequence[torch.Tensor], context: ForwardContext, step: Step
     ) -> torch.Tensor:
         pages = _pages(context, self.cache_spec)
+        # Rows may share blocks that this step fills, so all rows are written before any is read.
+        selection_ops.store(kv, pages, step)
+        for maker, tokens in zip(self._makers, others, strict=False):
+            maker.update_by_operators(tokens, step, context)
         block_size, selected, entries = pages.shape[1], None, None
         for indexer in self._indexer:
             keys = _pages(context, indexer.entries_spec)
-            q_index, weights = indexed
+            q_index, weights = others[2:]
             selected = selection_ops.select_keys(
                 q_index,
                 weights,

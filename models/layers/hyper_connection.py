@@ -10,18 +10,36 @@ from torch import nn
 
 from models.layers.linear import float_logits
 from models.layers.parameter import empty_parameter, load_whole
+from models.ops.cpu import streams as ops
 
 
 def _float_parameter(*shape: int) -> nn.Parameter:
     return empty_parameter(*shape, weight_loader=load_whole, dtype=torch.float32)
 
 
-def _projected(streams: torch.Tensor, weight: nn.Parameter, eps: float) -> torch.Tensor:
-    """Normalise each token's streams together and project them. # [tokens, N, hidden] -> [tokens, out] float32"""
-    flat = streams.flatten(1)
-    # The norm's factor commutes with the product, so it is applied to the smaller result.
-    factor = torch.rsqrt(flat.float().square().mean(-1, keepdim=True) + eps)
-    return float_logits(flat, weight) * factor
+def repeated(hidden: torch.Tensor, count: int) -> torch.Tensor:
+    """The first streams, which are all equal. # [tokens, hidden] -> [tokens, N, hidden]"""
+    return ops.repeat(hidden, count) if ops.supports(hidden, count) else hidden[:, None].repeat(1, count, 1)
+
+
+def mean_of(streams: torch.Tensor) -> torch.Tensor:
+    """# [tokens, N, hidden] -> [tokens, hidden]"""
+    if ops.supports(streams, streams.shape[1]):
+        return ops.collapse(streams)
+    return streams.float().mean(1).to(streams.dtype)
+
+
+def _projected(streams: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    """# [tokens, N, hidden] -> [tokens, out] float32"""
+    return float_logits(streams.view(len(streams), -1), weight)
+
+
+def _factor(streams: torch.Tensor, eps: float) -> torch.Tensor:
+    """The factor of the norm of each token's streams together, which commutes with their projection.
+
+    # [tokens, N, hidden] -> [tokens, 1] float32
+    """
+    return torch.rsqrt(streams.flatten(1).float().square().mean(-1, keepdim=True) + eps)
 
 
 def _collapsed(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -46,7 +64,12 @@ class HyperConnection(nn.Module):
         # [tokens, N, hidden] -> [tokens, hidden], [tokens, N] and [tokens, N, N] float32
         """
         count, eps = self.count, self.eps
-        pre, post, mix = torch.split(_projected(streams, self.fn, self.norm_eps), [count, count, count * count], -1)
+        projected = _projected(streams, self.fn)
+        if ops.supports(streams, count):
+            own = self.base, self.scale
+            return ops.mix(streams, projected, own, self.num_iterations, eps=eps, norm_eps=self.norm_eps)
+        projected = projected * _factor(streams, self.norm_eps)
+        pre, post, mix = torch.split(projected, [count, count, count * count], -1)
         pre_base, post_base, mix_base = torch.split(self.base, [count, count, count * count])
         pre = torch.sigmoid(pre * self.scale[0] + pre_base) + eps
         post = 2 * torch.sigmoid(post * self.scale[1] + post_base)
@@ -61,6 +84,8 @@ class HyperConnection(nn.Module):
         self, output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
     ) -> torch.Tensor:
         """The next streams, from the layer's output and the result of `forward`. # -> [tokens, N, hidden]"""
+        if ops.supports(streams, self.count):
+            return ops.spread(output, streams, post, mix)
         # Sums are used, since products of small matrices round differently for different numbers of tokens.
         mixed = post[..., None] * output[:, None]
         for number in range(self.count):
@@ -80,5 +105,9 @@ class HyperHead(nn.Module):
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """# [tokens, N, hidden] -> [tokens, hidden]"""
-        weights = torch.sigmoid(_projected(streams, self.hc_fn, self.norm_eps) * self.hc_scale + self.hc_base)
+        projected = _projected(streams, self.hc_fn)
+        if ops.supports(streams, streams.shape[1]):
+            own = self.hc_base, self.hc_scale
+            return ops.collapse(streams, projected, own, eps=self.eps, norm_eps=self.norm_eps)
+        weights = torch.sigmoid(projected * _factor(streams, self.norm_eps) * self.hc_scale + self.hc_base)
         return _collapsed(streams, weights + self.eps)

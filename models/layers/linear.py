@@ -25,7 +25,7 @@ from models.layers.parameter import (
     require_shape,
 )
 from models.ops import aiter, triton
-from models.ops.activation import GatedActivation, gated_for, operator_of
+from models.ops.activation import GatedActivation, gated_for, gating_of
 from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
@@ -71,9 +71,9 @@ def gated_linear(
 
     `rounded`: as in `linear`. `feed`: the format in which the next product reads the result.
     """
-    packed, operator = packed_of(weight), operator_of(activation)
-    if packed is not None and operator is not None and ops.supports_gated_linear(packed):
-        return ops.gated_linear(x, packed, bias, operator)
+    packed, gating = packed_of(weight), gating_of(activation)
+    if packed is not None and gating is not None and ops.supports_gated_linear(packed):
+        return ops.gated_linear(x, packed, bias, gating.activation, alpha=gating.alpha, limit=gating.limit)
     product = linear(x, weight, bias, rounded)
     return activation(product) if feed is None else gated_for(product, activation, feed)
 

@@ -12,7 +12,7 @@ from models.ops.cpu import dense as ops
 from models.ops.cpu import gated_delta as gate_ops
 from models.ops.cpu import runtime
 from models.ops.stored_weight import Feed
-from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating
+from models.ops.types import CLAMPED_SILU, CLIPPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating
 from models.ops.weight_formats import RoundedRows
 
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]
@@ -97,25 +97,26 @@ def clipped_swiglu(gate_up: torch.Tensor, *, limit: float) -> torch.Tensor:
 
     # [tokens, 2 * features] -> [tokens, features]
     """
+    if runtime.runs(gate_up):
+        return ops.gated(gate_up, CLIPPED_SILU, limit=limit)
+    if triton.runs(gate_up, operator="activation"):
+        return _by_kernel(gate_up, Gating(CLIPPED_SILU, limit=limit))
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
 _GATED = {SILU: swiglu, GELU_TANH: geglu_tanh, GELU: geglu, RELU: reglu, RELU_SQUARED: squared_reglu}
 _OPERATORS: dict[GatedActivation, int] = {gated: number for number, gated in _GATED.items()}
-
-
-def operator_of(activation: GatedActivation) -> int | None:
-    """The activation's number in `models.ops.types`; None if it has no number, or has parameters."""
-    return None if isinstance(activation, partial) else _OPERATORS.get(activation)
+_PARAMETRIC: dict[Callable[..., torch.Tensor], int] = {clamped_swiglu: CLAMPED_SILU, clipped_swiglu: CLIPPED_SILU}
 
 
 def gating_of(activation: GatedActivation) -> Gating | None:
     """The activation in the operators' representation; None if they do not support it."""
-    if isinstance(activation, partial) and activation.func is clamped_swiglu:
-        return Gating(CLAMPED_SILU, **activation.keywords)
-    operator = operator_of(activation)
-    return None if operator is None else Gating(operator)
+    if isinstance(activation, partial):
+        operator, parameters = _PARAMETRIC.get(activation.func), activation.keywords
+    else:
+        operator, parameters = _OPERATORS.get(activation), {}
+    return None if operator is None else Gating(operator, **parameters)
 
 
 def _gated(gate_up: torch.Tensor, activation: int) -> torch.Tensor:

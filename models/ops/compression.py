@@ -14,6 +14,7 @@ import torch
 
 from models.ops import triton
 from models.ops.cpu import runtime
+from models.ops.cpu import selection as selection_ops
 from models.ops.torch_ops import top_k_lower_first
 
 MAX_SCORES = 1 << 23
@@ -318,11 +319,19 @@ def queries_at_once(q: torch.Tensor, length: int) -> int:
     return max(1, MAX_SCORES // (q.shape[1] * max(length, 1)))
 
 
-def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-    """Rotate adjacent pairs of a head's last dimensions; `back`: by the negative angles. # [..., heads, dim]
+def rotate_last_pairs(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False, eps: float = 0.0
+) -> torch.Tensor:
+    """Rotate adjacent pairs of a head's last dimensions; `back`: by the negative angles. # [T, heads, dim]
 
-    `cos` and `sin` [..., 1, rotary_dim]: from `RotaryEmbedding`, whose second half has the angles of all pairs.
+    `cos` and `sin` [T, 1, rotary_dim]: from `RotaryEmbedding`, whose second half has the angles of all pairs. `eps`:
+    of an RMS norm without weight before the rotation; 0 for none.
     """
+    if selection_ops.rotates(x):
+        return selection_ops.rotate_heads(x, (cos, sin), eps=eps, is_last=True, is_interleaved=True, is_back=back)
+    if eps:
+        exact = x.float()
+        x = (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     rotary_dim = cos.shape[-1]
     cos, sin = cos[..., rotary_dim // 2 :], sin[..., rotary_dim // 2 :]
     if back:

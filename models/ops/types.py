@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from models.ops.cpu.latent_attention import PackedHeads
 
-SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU, RELU_SQUARED = range(6)
+SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU, RELU_SQUARED, CLIPPED_SILU = range(7)
 """The operators' numbers of a feed-forward layer's activations."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from models.layers.hyper_connection import HyperConnection, mean_of, repeated
 from models.ops.activation import clamped_swiglu
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
@@ -20,6 +21,7 @@ from models.ops.cpu import recurrent as recurrent_ops
 from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
 from models.ops.cpu import sampling as sampling_ops
+from models.ops.cpu import selection as selection_ops
 from models.ops.cpu.packed_weight import CodedWeight, PackedWeight, QuantizedWeight
 from models.ops.types import CLAMPED_SILU, SILU, AttentionOptions
 from models.ops.weight_formats import Codes, nibbles
@@ -31,6 +33,7 @@ from tests.parity.test_cpu_operators import bf16, greedy_head, packed, reference
 from tests.parity.test_cpu_recurrent import SLOTS, WHOLE, run
 from tests.parity.test_cpu_sampling import FILTERS, WIDE, in_order, is_best, noise_of, random_rows, rows_of
 from tests.parity.test_cpu_sampling import draw as draw_tokens
+from tests.parity.test_cpu_selection import Pages, of_spans
 
 
 def fuzz(rounds: int, paths: Sequence[int]) -> None:
@@ -48,6 +51,8 @@ def fuzz(rounds: int, paths: Sequence[int]) -> None:
         _delta_nets(draw, number)
         _state_spaces(draw, number)
         _choices(draw, number)
+        _streams(draw, number)
+        _entries(draw, number)
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -273,6 +278,50 @@ def _choices(draw: random.Random, seed: int) -> None:
     chosen = random_rows(len(logits), width, seed % 16, **filters)
     for row, token in zip(logits.numpy(), draw_tokens(logits, chosen), strict=True):
         assert is_best(token, row, chosen, noise_of(seed % 16)[:width])
+
+
+def _streams(draw: random.Random, seed: int) -> None:
+    count, size, tokens = draw.randint(1, structures.MOST_STREAMS), draw.randint(1, 2100), draw.randint(1, 5)
+    connection = HyperConnection(size, count, draw.randint(1, 20), 1e-6, 1e-5)
+    for parameter in connection.parameters():
+        parameter.data = torch.randn(parameter.shape) * 0.1
+    streams, output = (
+        bf16(tokens, count * size, seed=seed).view(tokens, count, size),
+        bf16(tokens, size, seed=seed + 1),
+    )
+    hidden, post, mix = connection(streams)
+    found = connection.spread(output, streams, post, mix)
+    _close(found, post[..., None] * output[:, None] + mix.mT @ streams.float())
+    assert hidden.isfinite().all()
+    _close(mean_of(streams), streams.float().mean(1))
+    assert torch.equal(repeated(output, count), output[:, None].expand(-1, count, -1))
+
+
+def _entries(draw: random.Random, seed: int) -> None:
+    rate, dim, block_size, overlaps = draw.randint(1, 40), draw.randint(16, 100), 16, draw.random() < 0.5
+    series = 2 * dim if overlaps else dim
+    lengths = [draw.randint(1, 100), draw.randint(1, 30)]
+    pages = Pages(lengths, block_size)
+    vectors, bias = [bf16(n, 2 * series, seed=seed + n) for n in lengths], torch.randn(rate, series)
+    finish = selection_ops.EntryFinish(bf16(dim, seed=seed), 1e-5, torch.rand(draw.randint(0, dim // 2)), 1.0)
+
+    def made(steps: list[Spans]) -> torch.Tensor:
+        cache = torch.zeros(pages.num_blocks, block_size, 2 * series).bfloat16()
+        entries = torch.zeros(pages.num_blocks, -(-block_size // rate), dim).bfloat16()
+        for spans in steps:
+            step = pages.step(spans)
+            selection_ops.store(of_spans(vectors, spans), cache, step)
+            selection_ops.compress(cache, entries, bias, step, overlaps=overlaps, finish=finish)
+            pools = torch.full((sum(past - first for _, first, past in spans), 2), -1, dtype=torch.int32)
+            assert (selection_ops.tokens_of_pools(pools, step, rate) < max(lengths)).all()
+        return entries
+
+    whole = made([[(s, 0, n) for s, n in enumerate(lengths)]])
+    cuts = [n // 2 for n in lengths]
+    assert whole.isfinite().all()
+    assert torch.equal(
+        made([[(0, 0, cuts[0]), (1, 0, cuts[1])], [(0, cuts[0], lengths[0]), (1, cuts[1], lengths[1])]]), whole
+    )
 
 
 if __name__ == "__main__":

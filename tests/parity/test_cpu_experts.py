@@ -10,7 +10,7 @@ import torch
 from models.layers.moe import FusedMoE
 from models.layers.parameter import fill_rows, pack_products
 from models.layers.routing import grouped_top_k, softmax_top_k
-from models.ops.activation import clamped_swiglu, swiglu
+from models.ops.activation import GatedActivation, clamped_swiglu, clipped_swiglu, swiglu
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime, structures
@@ -89,6 +89,27 @@ class TestRoute:
         expected = grouped_top_k(logits, 3, renormalize=True, scoring=scoring, correction_bias=correction, **options)
         assert_same_choice(found, expected, 24)
 
+    @pytest.mark.parametrize("by_token", [False, True])
+    def test_roots_of_softplus_equal_the_reference(self, by_token: bool) -> None:
+        experts, top_k, vocabulary = 24, 3, 40
+        logits, correction = 30 * f32(17, experts), f32(experts, seed=2)
+        scores = torch.nn.functional.softplus(logits).sqrt()
+        table = torch.stack([torch.randperm(experts)[:top_k] for _ in range(vocabulary)])
+        tokens = torch.arange(17) * 2
+        ids = table[tokens] if by_token else (scores + correction).topk(top_k).indices
+        weights = scores.gather(1, ids)
+        expected = weights / weights.sum(-1, keepdim=True) * 1.5, ids
+        found = expert_ops.route(
+            logits,
+            top_k,
+            scoring=structures.SQRT_SOFTPLUS,
+            renormalize=True,
+            correction=None if by_token else correction,
+            scaling_factor=1.5,
+            table=(table, tokens) if by_token else None,
+        )
+        assert_same_choice(found, expected, experts)
+
     def test_of_equals_the_first_are_chosen_best_first(self) -> None:
         logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0]])
         weights, ids = expert_ops.route(logits, 4, scoring=structures.SOFTMAX, renormalize=True)
@@ -99,7 +120,7 @@ class TestRoute:
         )
         assert ids.tolist() == [[0, 1]]
 
-    @pytest.mark.parametrize("scoring", [structures.SOFTMAX, structures.SIGMOID])
+    @pytest.mark.parametrize("scoring", [structures.SOFTMAX, structures.SIGMOID, structures.SQRT_SOFTPLUS])
     @pytest.mark.parametrize("value", [-1e30, 1e30, torch.inf, -torch.inf, torch.nan])
     def test_chooses_different_experts_whatever_the_scores(self, scoring: int, value: float) -> None:
         logits = f32(2, 8)
@@ -148,12 +169,14 @@ class TestPairs:
 
 
 @pytest.mark.usefixtures("operators")
-def test_a_clamped_gate_equals_the_reference() -> None:
+@pytest.mark.parametrize(
+    "activation", [partial(clamped_swiglu, alpha=1.702, limit=7.0), partial(clipped_swiglu, limit=7.0)]
+)
+def test_a_clamped_gate_equals_the_reference(activation: GatedActivation) -> None:
     gate_up = bf16(5, 2 * 77, scale=4.0)
     gate_up[0, 0], gate_up[1, 0], gate_up[2, 77], gate_up[3, 77] = 300.0, -300.0, 300.0, -300.0
     gate_up[4, 0], gate_up[4, 78] = torch.nan, torch.nan
-    expected = clamped_swiglu(gate_up.float(), alpha=1.702, limit=7.0)
-    found = clamped_swiglu(gate_up, alpha=1.702, limit=7.0)
+    expected, found = activation(gate_up.float()), activation(gate_up)
     torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-5, equal_nan=True)
 
 

@@ -10,17 +10,16 @@ import torch
 
 from engine.runner.model_runner import ModelRunner
 from models.architectures.registry import ARCHITECTURES
-from models.layers import compressed
 from models.layers.linear import can_pack
 from models.layers.parameter import onednn_of
 from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
 from models.ops.cpu.program import operators_of
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.paged_model import PagedModel, Reference, Row, prompt
+from tests.parity.paged_model import PagedModel, Reference, prompt
 from tests.parity.test_architectures import errors_by_token, generate
 from tests.parity.test_worker_model_runner import runner_for
-from tests.parity.variants import DERIVED, PARTLY_TORCH, Variant, all_variants, first_of_each, glm5_next, short_form
+from tests.parity.variants import DERIVED, PARTLY_TORCH, Variant, all_variants, first_of_each, short_form
 
 needs_operators = pytest.mark.skipif(
     library.load_library() is None, reason="the operators were not built: install again where there is a C compiler"
@@ -61,7 +60,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 32},
     "DeepseekV3ForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 64},
     "DeepseekV32ForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 32, "index_head_dim": 64},
-    "DeepseekV4ForCausalLM": {"head_dim": 32, "index_head_dim": 32, "moe_intermediate_size": 32},
+    "DeepseekV4ForCausalLM": {"head_dim": 32, "index_head_dim": 32, "intermediate_size": 32, "o_lora_rank": 32},
     "GlmMoeDsaForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 64, "index_head_dim": 32},
     "MiniMaxM3VLForCausalLM": {"head_dim": 32, "index_head_dim": 32, "index_block_size": 16},
     "Qwen3NextForCausalLM": {"head_dim": 32, "moe_intermediate_size": 48},
@@ -258,26 +257,3 @@ assert runner.program is not None
 print({"sympy", "torch._dynamo", "transformers"} & set(sys.modules))
 """
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "set()"
-
-
-@needs_operators
-def test_lists_of_tokens_of_pools_are_as_long_as_the_longest_context_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variant = glm5_next.VARIANTS[-1]
-    fields = {**_fields(variant), "index_topk": 20 * 16}
-    path = make_checkpoint(tmp_path, variant.family, dtype=torch.bfloat16, **fields)
-    runtime.start(2)
-    model = PagedModel(path, dtype=torch.bfloat16)
-    widths, tokens_of_pools = [], compressed.tokens_of_pools
-
-    def measured(pools: torch.Tensor, seen: torch.Tensor, rate: int) -> torch.Tensor:
-        found = tokens_of_pools(pools, seen, rate)
-        widths.append(found.shape[1])
-        return found
-
-    monkeypatch.setattr(compressed, "tokens_of_pools", measured)
-    [alone] = model.step([(Row(prompt(40), slot=1), 40)])
-    [first, _] = model.step([(Row(prompt(40), slot=2), 40), (Row(prompt(90, seed=1), slot=3), 90)])
-    assert torch.equal(first, alone)
-    assert widths == [2 * 16 + 15, 5 * 16 + 15]

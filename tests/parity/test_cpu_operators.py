@@ -24,7 +24,7 @@ from models.ops.cpu import runtime as library
 from models.ops.cpu.packed_weight import PackedWeight, QuantizedWeight
 from models.ops.cpu.program import record
 from models.ops.cpu.sampling import GreedyHead
-from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU, AttentionOptions, HeadNorms
+from models.ops.types import CLAMPED_SILU, CLIPPED_SILU, GELU_TANH, SILU, AttentionOptions, HeadNorms
 
 LIBRARY = library.load_library()
 pytestmark = pytest.mark.skipif(
@@ -167,7 +167,7 @@ class TestGatedLinear:
         [
             pytest.param(rows, activation, marks=() if (row + kind) % 3 == 0 else pytest.mark.slow)
             for row, rows in enumerate((1, 3, 33, 70, 600))
-            for kind, activation in enumerate((SILU, GELU_TANH, CLAMPED_SILU))
+            for kind, activation in enumerate((SILU, GELU_TANH, CLAMPED_SILU, CLIPPED_SILU))
         ],
     )
     def test_equals_the_two_operators(self, rows: int, activation: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models.ops.block_selection import BlockChoice, select_blocks
-from models.ops.compression import rotate_last_pairs
+from models.ops.compression import rotate_last_pairs, tokens_of_pools
 from models.ops.cpu import attention as attention_ops
 from models.ops.cpu import latent_attention as latent_ops
 from models.ops.cpu import runtime, structures
@@ -248,3 +248,68 @@ def test_other_shapes_are_left_to_torch() -> None:
     assert not ops.selects(q, torch.empty(structures.MAX_INDEXED, 2, 1, dtype=torch.bfloat16), 5)
     assert ops.selects_blocks(q, keys, 32, 5)
     assert not ops.selects_blocks(q, keys, 20, 5)
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize(
+    ("rate", "dim", "rotary_dim", "overlaps", "is_finished"),
+    [(4, 64, 16, True, True), (5, 40, 40, False, True), (16, 24, 0, False, False), (3, 32, 8, True, True)],
+)
+def test_entries_equal_the_reference_however_a_row_is_divided(
+    rate: int, dim: int, rotary_dim: int, overlaps: bool, is_finished: bool
+) -> None:
+    lengths, block_size, eps = [70, 9, 41], 16, 1e-5
+    pages = Pages(lengths, block_size)
+    series = 2 * dim if overlaps else dim
+    vectors = [bf16(n, 2 * series, seed=n) for n in lengths]
+    bias = torch.randn(rate, series, generator=torch.Generator().manual_seed(1))
+    norm, frequencies = bf16(dim, seed=2), torch.linspace(0.01, 0.7, rotary_dim // 2)
+    finish = ops.EntryFinish(norm, eps, frequencies, 1.25) if is_finished else None
+
+    def made(steps: list[Spans]) -> torch.Tensor:
+        cache = torch.full((pages.num_blocks, block_size, 2 * series), torch.nan).bfloat16()
+        entries = torch.zeros(pages.num_blocks, -(-block_size // rate), dim).bfloat16()
+        for spans in steps:
+            ops.store(of_spans(vectors, spans), cache, pages.step(spans))
+            ops.compress(cache, entries, bias, pages.step(spans), overlaps=overlaps, finish=finish)
+        return entries
+
+    found = made([[(s, 0, n) for s, n in enumerate(lengths)]])
+    expected = []
+    for own in vectors:
+        values, gates = own.float().split(series, 1)
+        count = len(own) // rate
+        windows = torch.arange(count * rate).view(count, rate)
+        v, g = values[windows], gates[windows] + bias
+        if overlaps:
+            before = windows - rate
+            v_before, g_before = values[before.clamp(min=0)], gates[before.clamp(min=0)] + bias
+            g_before[0] = -torch.inf
+            v = torch.cat((v_before[..., :dim], v[..., dim:]), 1)
+            g = torch.cat((g_before[..., :dim], g[..., dim:]), 1)
+        entry = (g.softmax(1) * v).sum(1)
+        if is_finished:
+            entry = entry * torch.rsqrt(entry.square().mean(-1, keepdim=True) + eps) * norm.float()
+            angles = (torch.arange(count) * rate)[:, None] * frequencies
+            halves = (torch.cat((part(angles),) * 2, 1)[:, None] * 1.25 for part in (torch.cos, torch.sin))
+            entry = rotate_last_pairs(entry[:, None], *halves)[:, 0]
+        expected.append(entry)
+    wanted = pages.filled(expected, rate).nan_to_num(0)
+    assert (found.float() - wanted.float()).abs().max() <= 2e-2 * wanted.float().abs().max()
+    assert torch.equal(found == 0, wanted == 0)
+    cut = [[(0, 0, 33), (1, 0, 2)], [(2, 0, 41), (0, 33, 34)], [(0, 34, 70), (1, 2, 9)]]
+    assert torch.equal(made(cut), found)
+
+
+@pytest.mark.usefixtures("operators")
+def test_tokens_of_pools_are_the_references() -> None:
+    pages = Pages([50, 7], 16)
+    spans: Spans = [(0, 45, 50), (1, 0, 7)]
+    rate, top_k = 4, 3
+    pools = torch.full((12, top_k), -1, dtype=torch.int32)
+    seen = torch.tensor([*range(46, 51), *range(1, 8)])
+    for row, count in enumerate((seen // rate).tolist()):
+        chosen = torch.randperm(count, generator=torch.Generator().manual_seed(row))[:top_k].sort().values
+        pools[row, : len(chosen)] = chosen
+    found = ops.tokens_of_pools(pools, pages.step(spans), rate)
+    assert torch.equal(found, tokens_of_pools(pools, seen, rate))

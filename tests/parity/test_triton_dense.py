@@ -9,7 +9,7 @@ from models.layers.routing import grouped_top_k, softmax_top_k
 from models.ops.triton import elementwise, expert_products, expert_routing
 from models.ops.triton.cases import elementwise as elementwise_reference
 from models.ops.triton.cases import experts as experts_reference
-from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU
+from models.ops.types import CLAMPED_SILU, CLIPPED_SILU, GELU_TANH, SILU
 from tests.parity.triton_interpreter import DEVICE
 
 # A rounding to bfloat16 or float16 may go either way, twice if two numbers were rounded.
@@ -53,7 +53,7 @@ def test_rms_norm_of_rows_that_lie_apart() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("features", [8, 33, 96])
-@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLAMPED_SILU])
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLAMPED_SILU, CLIPPED_SILU])
 def test_gated(activation: int, features: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * features, dtype=dtype) * 4
     compute = functools.partial(elementwise_reference.reference_gated, gate_up, activation, alpha=1.702, limit=7.0)

@@ -301,11 +301,13 @@ void rope_store(const void *arguments, const struct step *step, struct worker *w
     }
 }
 
-/* (up + 1) * gate * sigmoid(alpha * gate), both clamped first; a NaN stays one. */
+/* Of gate and up clamped, (up + 1) * gate * sigmoid(alpha * gate), or silu(gate) * up if it is CLIPPED_SILU; a NaN stays
+ * one. */
 INLINE vector gate_clamped(const struct activation *by, vector gate, vector up) {
     vector limit = all((float)by->limit);
     gate = choose(gate > limit, limit, gate);
     up = choose(up > limit, limit, choose(up < -limit, -limit, up));
+    if (by->activation == CLIPPED_SILU) return up * (gate * sigmoid_of(gate));
     return (up + 1.0f) * gate * sigmoid_of((float)by->alpha * gate);
 }
 

@@ -32,10 +32,14 @@ def route(
     top_groups: int = 1,
     scaling_factor: float = 1.0,
     expert_scales: torch.Tensor | None = None,
+    table: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select a token's experts, the best first; among equal scores the lower id. See `models.layers.routing`.
 
     # [tokens, experts] float32, 2 x [experts] float32 -> [tokens, top_k] float32, [tokens, top_k] int64
+
+    `table`: selects by token id instead: experts by token id, and the tokens' ids. # [vocabulary, top_k], [tokens]
+    int64
     """
     assert logits.dtype is torch.float32
     assert all(each is None or each.dtype is torch.float32 for each in (correction, expert_scales))
@@ -57,8 +61,10 @@ def route(
         renormalize,
         scaling_factor,
         pointer(expert_scales),
+        None if table is None else table[0].data_ptr(),
     )
-    runtime.run(arguments, Step(num_tokens=num_tokens), (logits, correction, weights, ids, expert_scales))
+    step = Step(num_tokens=num_tokens, input_ids=None if table is None else table[1].data_ptr())
+    runtime.run(arguments, step, (logits, correction, weights, ids, expert_scales, *(table or ())))
     return weights, ids
 
 

@@ -50,26 +50,39 @@ def latent_queries(q: torch.Tensor, heads: PackedHeads, rope_dim: int) -> torch.
     """
     dim = heads.rank + rope_dim
     out = current().rows(len(q), heads.num_heads * dim)
-    _headed_linear(q, q.stride(1), heads.nope_dim, heads.keys, out, dim, heads.rank)
+    _headed_linear(q, heads.nope_dim, heads.keys, out, dim, heads.rank)
     return out.view(len(q), heads.num_heads, dim)
 
 
 def latent_values(attended: torch.Tensor, heads: PackedHeads) -> torch.Tensor:
     """Project attention outputs from the latent space to values. # [T, H, rank] -> [T, H, v]"""
     out = current().rows(len(attended), heads.num_heads * heads.v_dim)
-    _headed_linear(attended, heads.rank, heads.rank, heads.values, out, heads.v_dim, heads.v_dim)
+    _headed_linear(attended, heads.rank, heads.values, out, heads.v_dim, heads.v_dim)
     return out.view(len(attended), heads.num_heads, heads.v_dim)
 
 
+def multiplies_heads(x: torch.Tensor, weight: PackedWeight) -> bool:
+    """Whether `headed_linear` supports these shapes and the form of the weight. # [T, heads, in]"""
+    return runs(x) and type(weight) is PackedWeight and weight.out_features % (x.shape[1] * PANEL) == 0
+
+
+def headed_linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """Multiply each head by its weight of a stack of them. # [T, heads, in], [heads * out, in] -> [T, heads * out]"""
+    out = current().rows(len(x), weight.out_features)
+    features = weight.out_features // x.shape[1]
+    _headed_linear(x, x.shape[2], weight, out, features, features)
+    return out
+
+
 def _headed_linear(
-    x: torch.Tensor, x_step: int, in_features: int, weight: PackedWeight, out: torch.Tensor, out_step: int, wide: int
+    x: torch.Tensor, in_features: int, weight: PackedWeight, out: torch.Tensor, out_step: int, wide: int
 ) -> None:
     """Multiply the first `in_features` of each head of `x` by the head's weight; write the first `wide` of each head's
     `out_step` elements of `out`."""
     arguments = structures.HeadedLinear(
         x.data_ptr(),
         x.stride(0),
-        x_step,
+        x.stride(1),
         weight.memory.data_ptr(),
         out.data_ptr(),
         out.stride(0),

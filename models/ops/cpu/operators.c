@@ -24,6 +24,8 @@ operator *const operators[OPERATORS] = {
     [QUANTIZED_GATED_LINEAR] = quantized_gated_linear,
     [SAMPLE_TOKENS] = sample_tokens, [ROTATE_HEADS] = rotate_heads, [SELECT_KEYS] = select_keys,
     [VERIFY_DRAFTS] = verify_drafts, [NEXT_ROUND] = next_round,
+    [MIX_STREAMS] = mix_streams, [SPREAD_STREAMS] = spread_streams,
+    [STORE_VECTORS] = store_vectors, [COMPRESS] = compress, [TOKENS_OF_POOLS] = tokens_of_pools,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -80,6 +82,11 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [SELECT_KEYS] = sizeof(struct select_keys),
     [VERIFY_DRAFTS] = sizeof(struct verify_drafts),
     [NEXT_ROUND] = sizeof(struct next_round),
+    [MIX_STREAMS] = sizeof(struct mix_streams),
+    [SPREAD_STREAMS] = sizeof(struct spread_streams),
+    [STORE_VECTORS] = sizeof(struct store_vectors),
+    [COMPRESS] = sizeof(struct compress),
+    [TOKENS_OF_POOLS] = sizeof(struct tokens_of_pools),
 };
 
 /* By this, callers check that they have the same arguments; 0 for an unknown operator. */

@@ -36,6 +36,8 @@ enum {
     ROTATE_HEADS, SELECT_KEYS,
     VERIFY_DRAFTS,
     NEXT_ROUND,
+    MIX_STREAMS, SPREAD_STREAMS,
+    STORE_VECTORS, COMPRESS, TOKENS_OF_POOLS,
     OPERATORS
 };
 
@@ -151,9 +153,9 @@ struct attention {
 /* act(gate) * up. */
 struct activation {
     int64_t activation; /* one of those below */
-    double alpha, limit; /* of CLAMPED_SILU */
+    double alpha, limit; /* of CLAMPED_SILU; the limit of CLIPPED_SILU, too */
 };
-enum { SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU, RELU_SQUARED };
+enum { SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU, RELU_SQUARED, CLIPPED_SILU };
 
 /* The same for rows of gates, and of the values that they gate. */
 struct gated {
@@ -334,12 +336,13 @@ struct route {
     float *weights;          /* [tokens, top_k] */
     int64_t *ids;            /* [tokens, top_k], the best first */
     int64_t experts, top_k, groups, top_groups;
-    int64_t scoring;     /* SOFTMAX or SIGMOID */
+    int64_t scoring;     /* SOFTMAX, SIGMOID or SQRT_SOFTPLUS */
     int64_t renormalize; /* whether a token's weights add up to 1, before they are scaled */
     double scaling_factor;
     const float *expert_scales; /* [experts] factors of the weights, or NULL */
+    const int64_t *table;       /* [vocabulary, top_k] experts by token id, or NULL: the best */
 };
-enum { SOFTMAX, SIGMOID };
+enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS };
 
 /* The pairs of a token and one of its experts, by expert. */
 struct sort_pairs {
@@ -742,6 +745,62 @@ struct scale_rows {
     int64_t columns, per_token;
 };
 
+/* Hyper-connections (Xie et al., 2026): from a token's residual streams the input of a layer, the weight of the layer's
+ * output in each stream, and the doubly stochastic matrix that mixes the streams. Without `post` only the input; without
+ * `projected` the mean of the streams. */
+struct mix_streams {
+    const bf16 *streams; /* [tokens, count, size] */
+    const float *projected; /* [tokens, (2 + count) * count], without `post` [tokens, count]; of streams before the norm */
+    const float *base, *scale; /* as many as of a token's projections; and 3, without `post` 1 */
+    int64_t count, size, iterations;
+    double eps, norm_eps;
+    bf16 *out;   /* [tokens, size] */
+    float *post; /* [tokens, count] */
+    float *mix;  /* [tokens, count, count] */
+};
+#define MOST_STREAMS 8
+
+/* The next streams: the mixed ones, plus shares of a layer's output. Without `streams` each is `x`. */
+struct spread_streams {
+    const bf16 *x; /* [tokens, size] */
+    int64_t x_stride;
+    const bf16 *streams;     /* [tokens, count, size] */
+    const float *post, *mix; /* of `mix_streams` */
+    int64_t count, size;
+    bf16 *out; /* [tokens, count, size] */
+};
+
+/* Each token's vector to its slot. */
+struct store_vectors {
+    const bf16 *x; /* [tokens, dim] */
+    int64_t x_stride;
+    bf16 *pages; /* [blocks, block_size, dim] */
+    int64_t page_stride, block_size, dim;
+};
+
+/* Entries of the windows of `rate` tokens that end in the step. See models/ops/compression.py. */
+struct compress {
+    const bf16 *tokens; /* [blocks, page_tokens, 2 * series]: of a token its values, then its gates */
+    int64_t token_stride; /* from block to block */
+    const float *bias; /* [rate, series], added to the gates */
+    int64_t series, dim, span; /* `span`: tokens that an entry is made of: `rate` of them, or twice as many */
+    const bf16 *norm;          /* [dim], or NULL: entries are neither normalised nor rotated */
+    double eps;
+    const float *frequencies; /* [pairs], by which the last dimensions are rotated */
+    int64_t pairs;
+    double factor; /* of cosines and sines */
+    struct paged entries; /* written */
+};
+#define MOST_COMPRESSED 1024 /* `span` */
+
+/* Positions of the tokens of selected pools, then of those after the last complete pool. */
+struct tokens_of_pools {
+    const int32_t *pools; /* [tokens, top_k], -1 past the last */
+    int64_t top_k, rate;
+    int32_t *out; /* [tokens, top_k * rate + rate - 1], -1 past the last */
+};
+
+operator mix_streams, spread_streams, store_vectors, compress, tokens_of_pools;
 operator read_limit, product_limit;
 operator short_conv, state_space, group_norm, scale_rows;
 operator delta_rule, selective_scan;

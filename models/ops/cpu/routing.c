@@ -88,6 +88,11 @@ static void score(const struct route *op, const float *logits, float *scores) {
         for (int64_t i = 0; i < op->experts; i++) scores[i] = 1 / (1 + expf(-logits[i]));
         return;
     }
+    if (op->scoring == SQRT_SOFTPLUS) {
+        for (int64_t i = 0; i < op->experts; i++)
+            scores[i] = sqrtf(logits[i] > 20 ? logits[i] : log1pf(expf(logits[i])));
+        return;
+    }
     float most = logits[0], total = 0;
     for (int64_t i = 1; i < op->experts; i++) most = logits[i] > most ? logits[i] : most;
     for (int64_t i = 0; i < op->experts; i++) total += scores[i] = expf(logits[i] - most);
@@ -131,16 +136,22 @@ static void open_groups(const struct route *op, const struct desk *desk) {
     for (int64_t i = 0; i < best.count; i++) desk->is_open[best.places[i]] = 1;
 }
 
-static void route_token(const struct route *op, const float *logits, float *weights, int64_t *ids,
-                        const struct desk *desk) {
+/* By their scores. */
+static void choose_experts(const struct route *op, const struct desk *desk, int64_t *ids) {
     int64_t of_group = op->experts / op->groups;
-    score(op, logits, desk->scores);
     for (int64_t i = 0; i < op->experts; i++)
         desk->choice[i] = desk->scores[i] + (op->correction ? op->correction[i] : 0);
     open_groups(op, desk);
     struct best_experts best = {desk->values, ids, 0, op->top_k};
     for (int64_t i = 0; i < op->experts; i++)
         if (desk->is_open[i / of_group]) offer(&best, desk->choice[i], i);
+}
+
+static void route_token(const struct route *op, const float *logits, const int64_t *chosen, float *weights,
+                        int64_t *ids, const struct desk *desk) {
+    score(op, logits, desk->scores);
+    if (chosen) memcpy(ids, chosen, op->top_k * sizeof(int64_t));
+    else choose_experts(op, desk, ids);
     float total = 0;
     for (int64_t i = 0; i < op->top_k; i++) total += weights[i] = desk->scores[ids[i]];
     /* All scores of a token may underflow in float32. */
@@ -154,6 +165,7 @@ void route(const void *arguments, const struct step *step, struct worker *worker
     const struct route *op = arguments;
     struct desk desk = set_up(op, worker);
     for (int64_t token; (token = take_task(worker)) < step->num_tokens;)
-        route_token(op, op->logits + token * op->stride, op->weights + token * op->top_k, op->ids + token * op->top_k,
-                    &desk);
+        route_token(op, op->logits + token * op->stride,
+                    op->table ? op->table + step->input_ids[token] * op->top_k : NULL,
+                    op->weights + token * op->top_k, op->ids + token * op->top_k, &desk);
 }

@@ -1,4 +1,7 @@
-"""CPU operators of indexers: rotation of queries and keys, and selection of the keys that each token attends to."""
+"""CPU operators of indexers and of compressed attention: rotation of queries and keys, selection of the keys that each
+token attends to, and compression of several tokens' vectors to one."""
+
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +25,11 @@ def selects(q: torch.Tensor, keys: torch.Tensor, top_k: int) -> bool:
 def selects_blocks(q: torch.Tensor, keys: torch.Tensor, block: int, top_k: int) -> bool:
     """Whether `select_blocks` supports these queries, cached keys and blocks of keys."""
     return selects(q, keys, top_k) and block % _UNIT == 0 and q.shape[1] <= block
+
+
+def rotates(x: torch.Tensor) -> bool:
+    """Whether `rotate_heads` supports these heads. # [T, heads, dim]"""
+    return runs(x) and x.shape[2] <= structures.MAX_LATENT_DIM and x.stride(1) == x.shape[2]
 
 
 def rotate_heads(
@@ -139,3 +147,71 @@ def _select(
     )
     runtime.run(arguments, step, (q, weights, keys, selected))
     return selected
+
+
+def store(x: torch.Tensor, pages: torch.Tensor, step: Step) -> None:
+    """Write each token's vector to its slot. # [T, dim], [blocks, block_size, dim]"""
+    _, block_size, dim = pages.shape
+    arguments = structures.StoreVectors(x.data_ptr(), x.stride(0), pages.data_ptr(), pages.stride(0), block_size, dim)
+    current().run(arguments, step, (x, pages))
+
+
+class EntryFinish(NamedTuple):
+    """How entries are normalised, and their last dimensions rotated by the position of their window's first token."""
+
+    norm: torch.Tensor  # [dim]
+    eps: float
+    frequencies: torch.Tensor  # [pairs] float32, radians per position
+    factor: float
+    """The factor of cosines and sines."""
+
+
+def compresses(pages: torch.Tensor, entries: torch.Tensor, bias: torch.Tensor) -> bool:
+    """Whether `compress` supports these caches and as many tokens of an entry as the rows of `bias`."""
+    dim, span = entries.shape[2], 2 * len(bias)
+    return runs(pages, entries) and dim >= _UNIT and span <= structures.MOST_COMPRESSED
+
+
+def compress(
+    pages: torch.Tensor,
+    entries: torch.Tensor,
+    bias: torch.Tensor,
+    step: Step,
+    *,
+    overlaps: bool,
+    finish: EntryFinish | None,
+) -> None:
+    """Write the entries of the windows that the step completes. See `models.ops.compression.compress`.
+
+    # [blocks, block_size, 2 * series], [blocks, entries of a block, dim], [rate, series] float32
+    """
+    rate, series = bias.shape
+    block_size, dim = pages.shape[1], entries.shape[2]
+    norm, eps, frequencies, factor = finish or (None, 0.0, None, 1.0)
+    arguments = structures.Compress(
+        pages.data_ptr(),
+        pages.stride(0),
+        bias.data_ptr(),
+        series,
+        dim,
+        2 * rate if overlaps else rate,
+        pointer(norm),
+        eps,
+        pointer(frequencies),
+        0 if frequencies is None else len(frequencies),
+        factor,
+        entries.data_ptr(),
+        entries.stride(0),
+        block_size,
+        rate,
+    )
+    current().run(arguments, step, (pages, entries, bias, norm, frequencies))
+
+
+def tokens_of_pools(pools: torch.Tensor, step: Step, rate: int) -> torch.Tensor:
+    """See `models.ops.compression.tokens_of_pools`. # [T, n] int32 -> [T, n * rate + rate - 1] int32"""
+    runtime = current()
+    num_tokens, top_k = pools.shape
+    out = runtime.rows(num_tokens, top_k * rate + rate - 1, torch.int32)
+    runtime.run(structures.TokensOfPools(pools.data_ptr(), top_k, rate, out.data_ptr()), step, (pools, out))
+    return out

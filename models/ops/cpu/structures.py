@@ -22,7 +22,7 @@ def _declared(declaration: str) -> list[tuple[str, Any]]:
     return fields
 
 
-SOFTMAX, SIGMOID = range(2)
+SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(3)
 """Scorings of `Route`."""
 MAX_HEAD_DIM = 512
 MAX_LATENT_RANK, MAX_LATENT_DIM = 512, 640
@@ -34,6 +34,10 @@ MAX_IN_FEATURES = 1 << 16
 """Limit of the inputs of a row; a thread's scratch holds sixteen rows."""
 MAX_LARGEST = 1024
 """Limit of `k` in `Largest`."""
+MOST_STREAMS = 8
+"""Limit of `count` in `MixStreams`."""
+MOST_COMPRESSED = 1024
+"""Limit of `span` in `Compress`."""
 MAX_DRAWN = 480 << 10
 """Limit of a row's tokens in `Draw`."""
 WEIGHED, LOOKED_AT = 256, 64
@@ -149,7 +153,7 @@ class Route(Arguments):
     kind = 10
     _fields_: ClassVar = _declared(
         "*logits stride *correction *weights *ids experts top_k groups top_groups scoring renormalize "
-        "scaling_factor:double *expert_scales"
+        "scaling_factor:double *expert_scales *table"
     )
 
 
@@ -417,6 +421,46 @@ class ScaleRows(Arguments):
     _fields_: ClassVar = _declared(
         "*x x_stride *by scale:double *added added_stride *out out_stride columns per_token"
     )
+
+
+class MixStreams(Arguments):
+    """`struct mix_streams`."""
+
+    kind = 53
+    _fields_: ClassVar = _declared(
+        "*streams *projected *base *scale count size iterations eps:double norm_eps:double *out *post *mix"
+    )
+
+
+class SpreadStreams(Arguments):
+    """`struct spread_streams`."""
+
+    kind = 54
+    _fields_: ClassVar = _declared("*x x_stride *streams *post *mix count size *out")
+
+
+class StoreVectors(Arguments):
+    """`struct store_vectors`."""
+
+    kind = 55
+    _fields_: ClassVar = _declared("*x x_stride *pages page_stride block_size dim")
+
+
+class Compress(Arguments):
+    """`struct compress`."""
+
+    kind = 56
+    _fields_: ClassVar = _declared(
+        "*tokens token_stride *bias series dim span *norm eps:double *frequencies pairs factor:double *vectors "
+        "page_stride page_tokens rate"
+    )
+
+
+class TokensOfPools(Arguments):
+    """`struct tokens_of_pools`."""
+
+    kind = 57
+    _fields_: ClassVar = _declared("*pools top_k rate *out")
 
 
 class Largest(Arguments):

@@ -10,7 +10,7 @@ import triton.language as tl
 from models.ops.triton.configs import launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.triton.launcher import jit
-from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, SILU
+from models.ops.types import CLAMPED_SILU, CLIPPED_SILU, GELU, GELU_TANH, RELU, SILU
 from models.ops.weight_formats import FP8_GROUP, RoundedRows
 
 PLAIN, ADD_NORM, NORM_ADD = 0, 1, 2
@@ -191,12 +191,12 @@ def rms_norm(
 # The activation of a feed-forward layer: `activation(gate) * up`, or without `up` the activation alone.
 
 _SILU, _GELU_TANH, _CLAMPED_SILU = tl.constexpr(SILU), tl.constexpr(GELU_TANH), tl.constexpr(CLAMPED_SILU)
-_GELU, _RELU = tl.constexpr(GELU), tl.constexpr(RELU)
+_GELU, _RELU, _CLIPPED_SILU = tl.constexpr(GELU), tl.constexpr(RELU), tl.constexpr(CLIPPED_SILU)
 
 
 @triton.jit
 def gated_product(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
-    """In float32; `alpha` and `limit` are CLAMPED_SILU's. Called by kernels that have gate and up in registers."""
+    """In float32; `alpha` and `limit` are those of `Gating`. Called by kernels that have gate and up in registers."""
     if ACTIVATION == _SILU:
         return gate * tl.sigmoid(gate) * up
     if ACTIVATION == _GELU_TANH:
@@ -206,6 +206,9 @@ def gated_product(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         return (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+    if ACTIVATION == _CLIPPED_SILU:
+        gate = tl.minimum(gate, limit)
+        return gate * tl.sigmoid(gate) * tl.minimum(tl.maximum(up, -limit), limit)
     if ACTIVATION == _GELU:
         return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     rest = tl.maximum(gate, 0.0)

@@ -22,7 +22,7 @@ class Variant(NamedTuple):
     overrides: dict[str, Any]
 
 
-PARTLY_TORCH = frozenset({"DeepseekV4ForCausalLM", "Gemma3nForCausalLM", "Glm5NextForCausalLM", "PhimoeForCausalLM"})
+PARTLY_TORCH = frozenset({"Gemma3nForCausalLM", "PhimoeForCausalLM"})
 """Architectures of which torch computes a part, where the CPU's operators compute others completely."""
 
 DERIVED = frozenset(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from models.ops.self_test import FLOAT32, Case, Finding, Problems, relative_error, rounding_bound
 from models.ops.triton.configs import target_of
 from models.ops.triton.elementwise import ADD_NORM, NORM_ADD, PLAIN, activated, rms_norm
-from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating
+from models.ops.types import CLAMPED_SILU, CLIPPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating
 from models.ops.weight_formats import FP8_GROUP, RoundedRows
 
 
@@ -55,8 +55,8 @@ def reference_gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 0.
     elif activation in (RELU, RELU_SQUARED):
         product = F.relu(gate) ** (1 if activation == RELU else 2) * up
     else:
-        gate = gate.clamp(max=limit)
-        product = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        product = F.silu(gate) * up if activation == CLIPPED_SILU else (up + 1) * gate * torch.sigmoid(alpha * gate)
     return product.to(gate_up.dtype)
 
 
@@ -192,6 +192,7 @@ def small_cases(device: torch.device) -> dict[str, Case]:
         "gated ReLU in fp16": ActivationCase(40, Gating(RELU), _FP16),
         "squared ReLU, not gated, in bf16": ActivationCase(72, Gating(RELU_SQUARED), _BF16, is_gated=False),
         "clamped SwiGLU in bf16": ActivationCase(40, Gating(CLAMPED_SILU, 1.702, 7.0), _BF16),
+        "clipped SwiGLU in fp16": ActivationCase(40, Gating(CLIPPED_SILU, limit=7.0), _FP16),
     } | (
         {}
         if target_of(device).fp8 is None
