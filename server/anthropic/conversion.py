@@ -34,7 +34,11 @@ from server.schemas.messages import (
     SearchResultBlock,
     TextBlock,
     ThinkingBlock,
+    Tool,
+    ToolAdditionBlock,
+    ToolDefinition,
     ToolReferenceBlock,
+    ToolRemovalBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -119,8 +123,8 @@ def _renamed(error: BadRequest, request: CountTokensRequest) -> BadRequest:
             "end messages with a message of the role user"
         )
     # The chat lacks the ignored tools, so its indices differ.
-    positions = [index for index, tool in enumerate(request.tools) if isinstance(tool, ClientTool)]
-    text = _FUNCTION.sub(lambda match: f"tools[{positions[int(match[1])]}]{'.input_schema' if match[2] else ''}", text)
+    paths = [path for path, tool in _declared(request) if isinstance(tool, ClientTool)]
+    text = _FUNCTION.sub(lambda match: f"{paths[int(match[1])]}{'.input_schema' if match[2] else ''}", text)
     for chat, message in _NAMES.items():
         text = text.replace(chat, message)
     return BadRequest(text)
@@ -130,6 +134,11 @@ def to_chat(request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal
     """Convert `request` to a chat request. Raises `BadRequest` if that is impossible."""
     if isinstance(request, MessagesRequest) and request.thread is not None:
         raise ThreadUnsupported("thread is set, but this server stores no conversations; send all messages without it")
+    if isinstance(request, MessagesRequest) and request.compaction is not None:
+        raise BadRequest(
+            "compaction is set, but this server summarizes no conversations; ask for a summary in a message of the "
+            "role user, and send it in place of the messages that it summarizes"
+        )
     conversation = _Conversation(open_seal)
     if system := _system_text(request.system, frontend.config.server_config.strip_billing_line):
         conversation.messages.append({"role": "system", "content": system})
@@ -142,9 +151,7 @@ def to_chat(request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal
         "model": request.model,
         "messages": conversation.messages,
         "tools": _tools(request),
-        "tool_choice": {"type": "function", "function": {"name": choice.name}}
-        if choice.type == "tool"
-        else {"any": "required"}.get(choice.type, choice.type),
+        "tool_choice": _tool_choice(request),
         "parallel_tool_calls": not choice.disable_parallel_tool_use,
         "continue_final_message": continues,
         "chat_template_kwargs": _template_variables(request),
@@ -158,8 +165,9 @@ def to_chat(request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal
         }
     if isinstance(request, MessagesRequest):
         data |= {name: value for name in _SHARED if (value := getattr(request, name)) is not None}
-        data |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
-        for name in ("compaction", "container", "fallbacks"):
+        # The prompt is computed in the step that generates the first token.
+        data |= {"max_completion_tokens": request.max_tokens or 1, "stop": request.stop_sequences}
+        for name in ("container", "fallbacks"):
             if getattr(request, name) is not None:
                 ignore(name)
     return validate(data, ChatCompletionRequest, allow_unknown=False)
@@ -179,18 +187,63 @@ def wants_cache(request: CountTokensRequest) -> bool:
 
 def _template_variables(request: CountTokensRequest) -> dict[str, Any]:
     variables = reasoning_switch(request.thinking.is_on)
-    if request.output_config.effort is not None:
-        variables["reasoning_effort"] = request.output_config.effort
+    last_input = max((index for index, each in enumerate(request.messages) if each.role == "user"), default=0)
+    of_turn = [each.output_config.effort for each in request.messages[last_input:] if each.output_config is not None]
+    effort = next((effort for effort in reversed(of_turn) if effort is not None), request.output_config.effort)
+    if effort is not None:
+        variables["reasoning_effort"] = effort
     if request.keeps_thinking:
         variables |= reasoning_history(True)
     return {**variables, **request.chat_template_kwargs}
 
 
+def _declared(request: CountTokensRequest) -> list[tuple[str, Tool]]:
+    """Return the tools of a request with their paths: those of `tools`, and those that messages define."""
+    declared = [(f"tools[{index}]", tool) for index, tool in enumerate(request.tools)]
+    for path, block in _tool_changes(request):
+        if isinstance(block, ToolAdditionBlock) and isinstance(block.tool, ToolDefinition):
+            declared.append((f"{path}.tool.definition", block.tool.definition))
+    return declared
+
+
+def _tool_changes(request: CountTokensRequest) -> Iterable[tuple[str, ToolAdditionBlock | ToolRemovalBlock]]:
+    for index, message in enumerate(request.messages):
+        for number, block in enumerate(message.content):
+            if isinstance(block, ToolAdditionBlock | ToolRemovalBlock):
+                yield f"messages[{index}].content[{number}]", block
+
+
+def _tool_choice(request: CountTokensRequest) -> Any:
+    """Return the choice of a chat. A tool that was removed is shown still, and cannot be called."""
+    choice, removed = request.tool_choice, set[str]()
+    names = [tool.name for _, tool in _declared(request) if isinstance(tool, ClientTool)]
+    for path, block in _tool_changes(request):
+        if isinstance(block.tool, ToolDefinition):
+            continue
+        if block.tool.type != "tool_reference":
+            ignore(f"{path} ({block.tool.type})")
+        elif block.tool.name not in names:
+            raise BadRequest(f"{path}.tool.name is {block.tool.name[:60]!r}, and no tool of the request has this name")
+        elif isinstance(block, ToolRemovalBlock):
+            removed.add(block.tool.name)
+        else:
+            removed.discard(block.tool.name)
+    if choice.type == "tool":
+        if choice.name in removed:
+            raise BadRequest(f"tool_choice names the tool {choice.name}, which messages have removed")
+        return {"type": "function", "function": {"name": choice.name}}
+    mode = {"any": "required"}.get(choice.type, choice.type)
+    left = [{"type": "function", "function": {"name": name}} for name in names if name not in removed]
+    if not removed or mode == "none":
+        return mode
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": left}} if left else "none"
+
+
 def _tools(request: CountTokensRequest) -> list[dict[str, Any]]:
     tools = []
-    for index, tool in enumerate(request.tools):
+    for path, tool in _declared(request):
         if isinstance(tool, AnthropicTool):
-            ignore(f"tools[{index}] ({tool.type})")
+            ignore(f"{path} ({tool.type})")
             continue
         function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
         if tool.description is not None:
@@ -225,7 +278,11 @@ class _Turn(NamedTuple):
 
 def _turns(request: CountTokensRequest) -> list[_Turn]:
     turns: list[_Turn] = []
+    last_input = max((index for index, each in enumerate(request.messages) if each.role == "user"), default=0)
     for index, message in enumerate(request.messages):
+        is_cleared = message.clear_at == "next_user_message" and index < last_input
+        if message.role == "system" and (is_cleared or not message.content):
+            continue
         if not turns or turns[-1].role != message.role:
             turns.append(_Turn(message.role, []))
         turns[-1].blocks.extend(
@@ -276,7 +333,8 @@ class _Conversation:
                 texts.append(_result_text(path, block) or "")
             elif (text := _input_text(path, block)) is not None:
                 texts.append(text)
-        if texts or not has_results:
+        changes_tools = turn.role == "system" and not texts
+        if texts or not (has_results or changes_tools):
             self.messages.append({"role": turn.role, "content": "\n".join(texts)})
 
     def _result(self, path: str, block: ToolResultBlock) -> Message:
@@ -360,6 +418,8 @@ def _input_text(path: str, block: Block) -> str | None:
             return block.content
         case HostedBlock():
             ignore(f"{path} ({block.type})")
+            return None
+        case ToolAdditionBlock() | ToolRemovalBlock():
             return None
         case ImageBlock():
             raise BadRequest(

@@ -203,6 +203,8 @@ class MessagesRenderer(Renderer):
         self.head = AnswerHead(self._answer.id, int(time.time()), request.model, fingerprint)
         self._writer = ContentWriter(parser, seal, request.thinking)
         self._is_clipped = is_clipped
+        self._only_caches = request.max_tokens == 0
+        """Whether the answer has no content: one token was generated, because a step computes the prompt with it."""
         self._cache_block_size = cache_block_size
         self._request_id = request_id
 
@@ -237,9 +239,14 @@ class MessagesRenderer(Renderer):
         return self._answer
 
     def _push(self, steps: Iterable[tuple[str, int]]) -> bytes:
+        if self._only_caches:
+            return b""
         return b"".join([self._writer.push(text, num_tokens) for text, num_tokens in steps])
 
     def _finish(self, reason: str | None, stop: int | str | None) -> bytes:
+        if self._only_caches:
+            self._answer.stop_reason = "max_tokens"
+            return b""
         events = self._writer.finish(cut_off=reason == "length")
         self._answer.stop_reason = self._stop_reason(reason, stop)
         if self._answer.stop_reason == "stop_sequence" and isinstance(stop, str):
@@ -264,6 +271,6 @@ class MessagesRenderer(Renderer):
             input_tokens=prompt - cached - created,
             cache_creation_input_tokens=created,
             cache_read_input_tokens=cached,
-            output_tokens=usage.completion_tokens,
+            output_tokens=0 if self._only_caches else usage.completion_tokens,
             output_tokens_details=OutputTokensDetails(self._writer.thinking_tokens),
         )

@@ -156,6 +156,22 @@ class CompactionBlock(_Part):
     tool_changes: HintList = None
 
 
+class ToolChangeReference(_Part):
+    """A tool that a change names; of an MCP server, which is not connected here, it is ignored."""
+
+    type: Literal["tool_reference", "mcp_tool_reference", "mcp_toolset_reference"]
+    name: str = ""
+    server_name: HintText = None
+
+
+class ToolRemovalBlock(_Part):
+    """From here on the model may not call the tool. The prompt still shows it, so that its prefix stays cached."""
+
+    type: Literal["tool_removal"]
+    tool: ToolChangeReference
+    cache_control: Hint = None
+
+
 _HOSTED_BLOCKS = (
     "server_tool_use",
     "web_search_tool_result",
@@ -186,7 +202,7 @@ class HostedBlock(_Part):
 _RESULT_BLOCKS = ("text", "image", "document", "search_result", "tool_reference", "browser_state")
 _BLOCKS = (
     *("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image", "document", "search_result"),
-    *("compaction", *_HOSTED_BLOCKS),
+    *("compaction", "tool_addition", "tool_removal", *_HOSTED_BLOCKS),
 )
 
 
@@ -235,46 +251,6 @@ class ToolResultBlock(_Part):
     """Whether the call failed: then the prompt has `The tool failed:` before the content."""
     cache_control: Hint = None
     toolset_name: HintText = None
-
-
-Block: TypeAlias = Annotated[
-    Annotated[
-        Annotated[TextBlock, Tag("<text>")]
-        | Annotated[ThinkingBlock, Tag("<thinking>")]
-        | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
-        | Annotated[ToolUseBlock, Tag("<tool_use>")]
-        | Annotated[ToolResultBlock, Tag("<tool_result>")]
-        | Annotated[ImageBlock, Tag("<image>")]
-        | Annotated[DocumentBlock, Tag("<document>")]
-        | Annotated[SearchResultBlock, Tag("<search_result>")]
-        | Annotated[CompactionBlock, Tag("<compaction>")]
-        | Annotated[HostedBlock, Tag("<hosted>")],
-        Discriminator(_tag),
-    ],
-    BeforeValidator(lambda data: _of_known_type(data, _BLOCKS)),
-]
-"""A block of a message's content."""
-
-
-def _text_blocks(value: Any) -> Any:
-    if not isinstance(value, str | list):
-        raise rule("it must be a string or a list of text blocks")
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-def _blocks(value: Any) -> Any:
-    if not isinstance(value, str | list):
-        raise rule("it must be a string or a list of content blocks")
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-class MessageParam(_Part):
-    """One message. Consecutive messages of one role are one turn."""
-
-    role: Literal["user", "assistant", "system"]
-    """`system`: further instructions in the course of the conversation."""
-    content: Annotated[Items[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Any])]
-    """Text, or a list of content blocks; read as a list."""
 
 
 # -- tools ------------------------------------------------------------------------------------------------------
@@ -338,6 +314,86 @@ Tool: TypeAlias = Annotated[
 ]
 
 
+class ToolDefinition(_Part):
+    """A tool that is defined in the course of the conversation."""
+
+    type: Literal["tool_definition"]
+    definition: Tool
+
+
+class ToolAdditionBlock(_Part):
+    """The model may call the tool: one of `tools`, or a new one. The prompt shows all tools at its beginning."""
+
+    type: Literal["tool_addition"]
+    tool: Annotated[ToolChangeReference | ToolDefinition, Field(discriminator="type")]
+    cache_control: Hint = None
+
+
+# -- messages ---------------------------------------------------------------------------------------------------
+
+Block: TypeAlias = Annotated[
+    Annotated[
+        Annotated[TextBlock, Tag("<text>")]
+        | Annotated[ThinkingBlock, Tag("<thinking>")]
+        | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+        | Annotated[ToolUseBlock, Tag("<tool_use>")]
+        | Annotated[ToolResultBlock, Tag("<tool_result>")]
+        | Annotated[ImageBlock, Tag("<image>")]
+        | Annotated[DocumentBlock, Tag("<document>")]
+        | Annotated[SearchResultBlock, Tag("<search_result>")]
+        | Annotated[CompactionBlock, Tag("<compaction>")]
+        | Annotated[ToolAdditionBlock, Tag("<tool_addition>")]
+        | Annotated[ToolRemovalBlock, Tag("<tool_removal>")]
+        | Annotated[HostedBlock, Tag("<hosted>")],
+        Discriminator(_tag),
+    ],
+    BeforeValidator(lambda data: _of_known_type(data, _BLOCKS)),
+]
+"""A block of a message's content."""
+
+
+def _text_blocks(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise rule("it must be a string or a list of text blocks")
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+def _blocks(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise rule("it must be a string or a list of content blocks")
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Effort: TypeAlias = Literal["low", "medium", "high", "xhigh", "max"]
+
+
+class TurnConfig(_Part):
+    effort: Effort | None = None
+    """Given to the chat template as `reasoning_effort` in the turn that follows."""
+
+
+class MessageParam(_Part):
+    """One message. Consecutive messages of one role are one turn."""
+
+    role: Literal["user", "assistant", "system"]
+    """`system`: further instructions in the course of the conversation."""
+    content: Annotated[Items[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Any])] = []  # noqa: RUF012
+    """Text, or a list of content blocks; read as a list."""
+    clear_at: Literal["next_user_message", "never"] | None = None
+    """Of a message with the role system: until when the model is shown it."""
+    output_config: TurnConfig | None = None
+    """Of a message with the role system: settings of its turn, instead of content or with it."""
+
+    @model_validator(mode="after")
+    def _fields_go_with_role(self) -> "MessageParam":
+        for field in ("clear_at", "output_config"):
+            if getattr(self, field) is not None and self.role != "system":
+                raise sentence(f"has {field}, which only the role system has, not {self.role}")
+        if "content" not in self.model_fields_set and self.output_config is None:
+            raise sentence("has no content; it needs some")
+        return self
+
+
 class ToolChoice(_Part):
     """Whether the model must call a tool."""
 
@@ -391,7 +447,7 @@ class OutputFormat(_Part):
 class OutputConfig(_Part):
     """Form of the answer, and how much work goes into it."""
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     """Given to the chat template as `reasoning_effort`."""
     format: OutputFormat | None = None
     task_budget: Hint = None
@@ -463,8 +519,9 @@ class CountTokensRequest(ModelRequest):
 class MessagesRequest(CountTokensRequest):
     """Body of `POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Between(1, INT31)]
-    """Most tokens to generate, reasoning included. More than the context has left is lowered to that
+    max_tokens: Annotated[int, Between(0, INT31)]
+    """Most tokens to generate, reasoning included. 0 only caches the prompt, and
+    answers without content. More than the context has left is lowered to that
     (`--max-tokens-overflow`)."""
 
     stop_sequences: StringOrStrings = []  # noqa: RUF012

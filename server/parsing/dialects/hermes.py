@@ -18,7 +18,7 @@ LONGCAT = "<longcat_tool_call>", "</longcat_tool_call>"
 class HermesParser(CallObjectParser):
     """Reads an object, or a list of them, after a marker. A second object before the end marker is a second call."""
 
-    def __init__(self, use: ToolUse, markers: tuple[str, str]) -> None:
+    def __init__(self, use: ToolUse, markers: tuple[str, str] = HERMES) -> None:
         begin, self._end = markers
         self._begin = Markers(begin)
         super().__init__(use)

@@ -13,7 +13,7 @@ from server.errors import BadRequest, ThreadUnsupported
 from server.frontend import Frontend
 from server.ignored import collect
 from server.schemas.body import validate
-from server.schemas.chat import ChatCompletionRequest
+from server.schemas.chat import ChatCompletionRequest, ToolUse
 from server.schemas.messages import CountTokensRequest, MessagesRequest
 from server.sealing import Kind, Seal
 from tests.unit.anthropic_bodies import BODIES
@@ -356,7 +356,7 @@ def test_sampling_and_the_form_of_the_answer_are_the_chats() -> None:
     [
         ({"temperature": 1.5}, "temperature is 1.5"),
         ({"max_tokens": None}, "max_tokens is missing"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
         ({"thinking": {"type": "enabled"}}, "thinking is of type enabled and has no budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens is 10; it must be at least"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9000}}, "max_tokens is 9000; it must be above"),
@@ -412,6 +412,73 @@ def test_a_summary_made_at_anthropic_is_shown() -> None:
 def test_fields_of_billing_are_accepted_when_tokens_are_counted() -> None:
     fields = ("billing_policy", "compaction", "user_profile_id", "workspace_id")
     assert set(fields) <= CountTokensRequest.model_fields.keys()
+
+
+DEFINED = {"type": "tool_definition", "definition": {"name": "write", "input_schema": {"type": "object"}}}
+READ = {"type": "tool_reference", "name": "read"}
+
+
+def system(*content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "system", "content": list(content), **fields}
+
+
+def test_tools_may_be_defined_and_removed_in_the_course_of_a_conversation() -> None:
+    changes = [system({"type": "tool_addition", "tool": DEFINED}), system({"type": "tool_removal", "tool": READ})]
+    chat = chat_of(user("Hi"), *changes, tools=[TOOL])
+    assert [tool.function.name for tool in chat.tools] == ["read", "write"]
+    use = ToolUse.of(chat.tools, chat.tool_choice)
+    assert ([tool.function.name for tool in use.tools], use.forced, use.restricted) == (["write"], False, True)
+    assert [message.role for message in chat.messages] == ["user"]
+
+    back = chat_of(user("Hi"), *changes, system({"type": "tool_addition", "tool": READ}), tools=[TOOL])
+    assert back.tool_choice == "auto"
+    assert chat_of(user("Hi"), changes[1], tools=[TOOL]).tool_choice == "none"
+    forced = chat_of(user("Hi"), *changes, tools=[TOOL], tool_choice={"type": "any"})
+    assert ToolUse.of(forced.tools, forced.tool_choice).forced
+
+
+@pytest.mark.parametrize(
+    ("tool", "choice", "said"),
+    [
+        (
+            {"type": "tool_reference", "name": "rite"},
+            "auto",
+            "messages[1].content[0].tool.name is 'rite', and no tool",
+        ),
+        (READ, "tool", "tool_choice names the tool read, which messages have removed"),
+    ],
+)
+def test_a_change_of_tools_that_cannot_be_followed_is_refused(tool: Any, choice: str, said: str) -> None:
+    removal = system({"type": "tool_removal", "tool": tool})
+    tool_choice = {"type": choice, "name": "read"} if choice == "tool" else {"type": choice}
+    with pytest.raises(BadRequest) as raised:
+        chat_of(user("Hi"), removal, tools=[TOOL], tool_choice=tool_choice)
+    assert str(raised.value).startswith(said)
+
+
+def test_changes_of_mcp_tools_are_ignored_by_name() -> None:
+    toolset = {"type": "mcp_toolset_reference", "server_name": "s"}
+    with collect() as ignored:
+        chat_of(user("Hi"), system({"type": "tool_removal", "tool": toolset}))
+    assert list(ignored) == ["messages[1].content[0] (mcp_toolset_reference)"]
+
+
+def test_instructions_may_hold_for_one_turn() -> None:
+    once = {"role": "system", "content": "Be brief.", "clear_at": "next_user_message"}
+    assert shown(user("Hi"), once) == [("user", "Hi"), ("system", "Be brief.")]
+    answer = {"role": "assistant", "content": "Hi."}
+    assert shown(user("Hi"), once, answer, user("And?")) == [("user", "Hi"), ("assistant", "Hi."), ("user", "And?")]
+
+    effort = {"role": "system", "output_config": {"effort": "low"}}
+    fields: dict[str, Any] = {"output_config": {"effort": "high"}}
+    assert chat_of(user("Hi"), effort, **fields).template_variables["reasoning_effort"] == "low"
+    later = chat_of(user("Hi"), effort, answer, user("And?"), **fields)
+    assert later.template_variables["reasoning_effort"] == "high"
+
+
+def test_a_request_for_a_summary_alone_is_refused() -> None:
+    with pytest.raises(BadRequest, match="compaction is set, but this server summarizes no conversations"):
+        chat_of(user("Hi"), compaction={"type": "summarize"})
 
 
 def test_a_stored_thread_is_refused_so_that_clients_send_the_whole_conversation() -> None:
