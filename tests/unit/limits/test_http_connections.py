@@ -927,7 +927,6 @@ def test_full_collections_happen_while_they_are_short_or_once_memory_has_grown(
     finally:
         gc.callbacks.remove(count)
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 @run
