@@ -112,8 +112,10 @@ _GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 _SPREAD: dict[str, Any] = {"enable_expert_parallel": True, "data_parallel_placement": "round_robin"}
 
 
-def _mixture(folder: Path) -> tuple[dict[str, Any], list[list[int]]]:
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[list[int]]]:
     """Settings of a mixture of experts, and one engine's tokens for the prompts."""
+    folder = tmp_path_factory.mktemp("mixture")
     variant = next(each for each in all_variants() if each.architecture == "Qwen3MoeForCausalLM")
     model = str(make_checkpoint(folder, variant.family, **variant.overrides))
     settings = {**FIELDS, "model": model, "max_model_len": 128}
@@ -124,9 +126,12 @@ def _mixture(folder: Path) -> tuple[dict[str, Any], list[list[int]]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_replicas_on_two_hosts_exchange_tokens_for_their_experts_also_after_a_core_is_killed(
-    ranks: int, port: int, start_host: Callable[..., KaonHost], tmp_path: Path
+    ranks: int,
+    port: int,
+    start_host: Callable[..., KaonHost],
+    mixture: tuple[dict[str, Any], list[list[int]]],
 ) -> None:
-    settings, alone = _mixture(tmp_path)
+    settings, alone = mixture
     spread = {**_SPREAD, "tensor_parallel_size": ranks}
     host = start_host(port, parallel=spread, **settings)
     with LLMEngine(
@@ -153,10 +158,13 @@ def test_replicas_on_two_hosts_exchange_tokens_for_their_experts_also_after_a_co
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_requests_over_both_hosts_go_on_when_a_host_that_vanished_has_joined_again(
-    is_killed: bool, port: int, start_host: Callable[..., KaonHost], tmp_path: Path
+    is_killed: bool,
+    port: int,
+    start_host: Callable[..., KaonHost],
+    mixture: tuple[dict[str, Any], list[list[int]]],
 ) -> None:
     """A host that is stopped keeps its connections open, but answers nothing, as one without power or network does."""
-    settings, alone = _mixture(tmp_path)
+    settings, alone = mixture
     host = start_host(port, parallel=_SPREAD, **settings)
     parallel = ParallelConfig.model_validate(replica_fields(port, **_SPREAD))
     with LLMEngine(parallel_config=parallel, **settings) as engine:

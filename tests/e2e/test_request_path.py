@@ -6,11 +6,12 @@ does not count, nor do `LEAVES`, which the request reaches and does not pass.
 """
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.kaon_server import MODEL, KaonServer, free_port
+from tests.e2e.kaon_server import MODEL, KaonServer, eventually, free_port
 
 MOST_FILES = 18
 LEAVES = (
@@ -22,8 +23,9 @@ LEAVES = (
 """They read token ids and parameters for their caller, keep sequences in order, and limit their drafts."""
 
 PROFILER = '''
-"""Imported by each Python process at its start: appends to a file the product files that get the request."""
-import os, sys, threading
+"""Imported by each Python process at its start: after SIGUSR1, appends to a file the product files that get the
+request. Nothing is profiled before that in the main thread, where imports would take twelve seconds instead of two."""
+import os, signal, sys, threading
 
 ROOT, OUT = {root!r}, {out!r}
 KINDS = {{"Request", "ChatCompletionRequest", "CheckedPrompt", "NewSequence", "AddRequest", "Sequence"}}
@@ -56,7 +58,11 @@ def profile(frame, event, _):
         if code.co_name == "run_model":
             state["off"] = True
 
-sys.setprofile(profile)
+def begin(number, frame):
+    sys.setprofile(profile)
+    open(f"{{OUT}}.{{os.getpid()}}", "w").close()
+
+signal.signal(signal.SIGUSR1, begin)
 threading.setprofile(profile)
 '''
 
@@ -71,6 +77,9 @@ def test_a_chat_request_passes_few_files_from_its_route_to_run_model(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     server = KaonServer(tmp_path / "log", free_port()).ready()
     try:
+        for process in (server.process, server.core):
+            process.send_signal(signal.SIGUSR1)
+            eventually(Path(f"{out}.{process.pid}").exists)
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         assert server.post("/v1/chat/completions", body).status_code == 200
     finally:
