@@ -14,7 +14,7 @@ from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_computes, prompt
 from tests.parity.runners import steps
 from tests.parity.test_worker_model_runner import runner_for
-from tests.parity.variants import Variant, all_variants, first_of_each, short_form
+from tests.parity.variants import DERIVED, Variant, all_variants, first_of_each, short_form
 
 VARIANTS = all_variants()
 GREEDY_TOKENS = 40
@@ -69,7 +69,7 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(
     assert PagedModel(checkpoint).greedy(prompts[0], count) == found[0]
 
 
-@first_of_each(VARIANTS)
+@first_of_each(VARIANTS, without=DERIVED)
 def test_bfloat16_errs_no_more_than_transformers_own(checkpoint: Path, reference: Reference) -> None:
     theirs = errors_by_token(reference, Reference(checkpoint, dtype=torch.bfloat16))
     ours = errors_by_token(reference, PagedModel(checkpoint, dtype=torch.bfloat16))

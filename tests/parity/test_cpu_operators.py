@@ -600,9 +600,12 @@ class TestAttention:
         assert torch.equal(found, whole)
 
     @pytest.mark.parametrize(
-        ("heads", "kv_heads", "dim"), [(16, 8, 128), (12, 4, 72), (8, 8, 80), (48, 16, 64), (6, 2, 96), (12, 12, 40)]
+        ("heads", "kv_heads", "dim", "window"),
+        [
+            *((16, 8, 128, None), (12, 4, 72, 100), (8, 8, 80, None), (48, 16, 64, 100), (6, 2, 96, None)),
+            *((12, 12, 40, 100), (6, 2, 96, 100)),
+        ],
     )
-    @pytest.mark.parametrize("window", [None, 100])
     def test_decodes_of_several_sequences_equal_their_prompts(
         self, heads: int, kv_heads: int, dim: int, window: int | None
     ) -> None:

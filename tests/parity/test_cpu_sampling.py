@@ -301,7 +301,7 @@ def verified_rows(count: int, width: int, stream: int = 0, **filters: float) -> 
 @pytest.mark.parametrize("filters", VERIFIED_FILTERS)
 @pytest.mark.parametrize("width", [1, 15, 64, 257, 1500, WIDE])
 def test_drafts_are_verified_as_torch_does_up_to_the_first_rejected_one(width: int, filters: str) -> None:
-    for seed in range(3):
+    for seed in range(1 if width == WIDE else 3):
         # Drafts of three positions of each sequence, and a fourth position.
         target = rows_of(width, seed).contiguous().repeat_interleave(4, 0)
         near = target + torch.from_numpy(np.random.default_rng(seed).normal(size=target.shape)).float() * 0.7

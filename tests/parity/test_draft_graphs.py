@@ -152,8 +152,13 @@ def assert_replayed(steps: Counting) -> None:
     assert all(each == (1 + K, K, 0, 1) for each in full), full
 
 
-@pytest.mark.parametrize("backend", [CapturingBackend, CapturedTorchBackend])
-@pytest.mark.parametrize("name", [each for each in CASES if each != "MTP, latents"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, CapturedTorchBackend) for name in CASES if name != "MTP, latents"),
+        *((name, CapturingBackend) for name in ("EAGLE", "MTP, recurrent states")),
+    ],
+)
 def test_a_drafters_passes_are_graphs_that_make_the_eager_ones_drafts(
     name: str,
     backend: type[AttentionBackend],

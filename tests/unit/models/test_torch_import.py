@@ -16,12 +16,14 @@ except NotImplementedError:
     print("absent")
 {load}
 print(tuple(torch.cdist(ones, ones).shape))
+"""
+COMPILING = """
 print(torch.compile(lambda x: torch.cdist(x, x), backend="aot_eager")(torch.ones(2, 3)).tolist())
 """
 
 
 def test_the_kernels_for_meta_are_absent_until_they_are_loaded() -> None:
-    run = [sys.executable, "-c", SCRIPT.format(load="load_meta_kernels(); load_meta_kernels()")]
+    run = [sys.executable, "-c", SCRIPT.format(load="load_meta_kernels(); load_meta_kernels()") + COMPILING]
     lines = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines == ["False True", "absent", "(2, 2)", "[[0.0, 0.0], [0.0, 0.0]]"]
 
@@ -29,4 +31,4 @@ def test_the_kernels_for_meta_are_absent_until_they_are_loaded() -> None:
 def test_a_use_of_their_module_loads_them() -> None:
     run = [sys.executable, "-c", SCRIPT.format(load="torch._meta_registrations.device_hint")]
     lines = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert lines[1:3] == ["absent", "(2, 2)"]
+    assert lines[1:] == ["absent", "(2, 2)"]
