@@ -34,6 +34,7 @@ from server.schemas.batches import (
     BatchErrors,
     BatchObject,
     BatchStatus,
+    BatchUsage,
     FileObject,
     RequestCounts,
 )
@@ -129,6 +130,71 @@ def disk_errors(sentence: str) -> Iterator[None]:
         if is_full:
             raise DiskFull(f"{sentence}: {why}; try again later") from error
         raise StoreUnusable(f"{sentence}: {why}; the operator of this server finds the cause in its log") from error
+
+
+# The part of an output line that has its tokens, in the form of each endpoint.
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    thinking_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+
+
+class _Body(msgspec.Struct):
+    model: str | None = None
+    usage: _Usage | None = None
+
+
+class _Response(msgspec.Struct):
+    body: _Body | None = None
+
+
+class _OutputLine(msgspec.Struct):
+    response: _Response | None = None
+
+
+_decode_output = msgspec.json.Decoder(_OutputLine).decode
+
+
+class _Totals:
+    """Adds up the tokens of answers."""
+
+    def __init__(self) -> None:
+        self.model: str | None = None
+        self.usage = BatchUsage()
+
+    def add(self, answer: bytes) -> None:
+        try:
+            response = _decode_output(answer).response
+        except msgspec.ValidationError:
+            return  # Its tokens are not counted in any form that is known.
+        body = (response and response.body) or _Body()
+        self.model = self.model or body.model
+        part, total = body.usage or _Usage(), self.usage
+        given = (part.prompt_tokens_details or part.input_tokens_details) or _Details()
+        written = (part.completion_tokens_details or part.output_tokens_details) or _Details()
+        cached = given.cached_tokens + part.cache_read_input_tokens
+        total.input_tokens += (
+            part.prompt_tokens + part.input_tokens + part.cache_creation_input_tokens + part.cache_read_input_tokens
+        )
+        total.output_tokens += part.completion_tokens + part.output_tokens
+        total.input_tokens_details.cached_tokens += cached
+        total.output_tokens_details.reasoning_tokens += written.reasoning_tokens + written.thinking_tokens
+        total.total_tokens = total.input_tokens + total.output_tokens
 
 
 class Line(NamedTuple):
@@ -528,14 +594,20 @@ class BatchStore:
                     "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ?",
                     [(FAILED, output_line(each["custom_id"], error=why), id, each["number"]) for each in undone],
                 )
+        totals = _Totals()
         fields: dict[str, Any] = {"request_counts": self._with_counts(batch.object).request_counts}
         if errors is not None:
             fields["errors"] = BatchErrors(errors)
         for name, state in (("output", SUCCEEDED), ("error", FAILED)):
-            fields[f"{name}_file_id"] = self._write_output(batch, name, state, row["output_seconds"])
-        self.update(id, status, **fields)
+            count = totals.add if state == SUCCEEDED else None
+            fields[f"{name}_file_id"] = self._write_output(batch, name, state, row["output_seconds"], count)
+        self.update(id, status, **fields, model=totals.model, usage=totals.usage)
 
-    def _write_output(self, batch: Batch, name: str, state: int, seconds: int | None) -> str | None:
+    def _write_output(
+        self, batch: Batch, name: str, state: int, seconds: int | None, count: Callable[[bytes], None] | None = None
+    ) -> str | None:
+        """Write the answers of the lines in `state`, and pass each to `count`. Returns the file; None if there are
+        none."""
         filename = f"{batch.object.id}_{name}.jsonl"
         # A killed server may have written the file without ending the batch.
         mine = "SELECT id FROM files WHERE owner = ? AND filename = ? AND purpose = 'batch_output'"
@@ -551,6 +623,9 @@ class BatchStore:
                 number,
             ):
                 file.writelines(row["answer"] + b"\n" for row in rows)
+                if count is not None:
+                    for row in rows:
+                        count(row["answer"])
                 number = rows[-1]["number"]
             if number < 0:
                 return None

@@ -100,6 +100,24 @@ class RequestCounts(msgspec.Struct):
     failed: int = 0
 
 
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class ReasoningTokens(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class BatchUsage(msgspec.Struct):
+    """Tokens of all lines that have succeeded."""
+
+    input_tokens: int = 0
+    input_tokens_details: CachedTokens = msgspec.field(default_factory=CachedTokens)
+    output_tokens: int = 0
+    output_tokens_details: ReasoningTokens = msgspec.field(default_factory=ReasoningTokens)
+    total_tokens: int = 0
+
+
 class BatchObject(msgspec.Struct, kw_only=True):
     """A batch. Times are seconds since the epoch."""
 
@@ -124,6 +142,9 @@ class BatchObject(msgspec.Struct, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
+    model: str | None = None
+    """Model of the first answer; present when the batch has ended, as `usage`."""
+    usage: BatchUsage | None = None
     metadata: dict[str, str] | None = None
 
 

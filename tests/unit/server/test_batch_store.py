@@ -26,6 +26,7 @@ from server.batches.store import (
     output_line,
 )
 from server.errors import BadRequest, ShuttingDown
+from server.schemas.batches import BatchUsage, CachedTokens, ReasoningTokens
 
 CHAT = "/v1/chat/completions"
 
@@ -166,6 +167,42 @@ def test_output_has_each_line_once_in_the_inputs_order_and_errors_apart(tmp_path
     assert [json.loads(line)["custom_id"] for line in output] == ["a", "c"]
     errors = store.path(ended.error_file_id, "me").read_text().splitlines()
     assert [json.loads(line)["response"]["status_code"] for line in errors] == [400]
+
+
+def test_an_ended_batch_has_the_tokens_of_the_lines_that_succeeded(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    bodies = [
+        {
+            "model": "m",
+            "usage": {
+                "prompt_tokens": 10,
+                "completion_tokens": 5,
+                "total_tokens": 15,
+                "prompt_tokens_details": {"cached_tokens": 4},
+                "completion_tokens_details": {"reasoning_tokens": 2},
+            },
+        },
+        {
+            "model": "m",
+            "usage": {
+                "input_tokens": 1,
+                "cache_read_input_tokens": 16,
+                "cache_creation_input_tokens": 32,
+                "output_tokens": 7,
+                "output_tokens_details": {"thinking_tokens": 3},
+            },
+        },
+        {"error": {"message": "no"}, "usage": {"prompt_tokens": 1000}},
+    ]
+    for number, body in enumerate(bodies):
+        line = output_line("abc"[number], {"status_code": 200, "body": body})
+        store.record(batch.object.id, number, line, succeeded=number < 2)
+    assert store.batch(batch.object.id, "me").usage is None
+    store.finish(batch, "completed")
+    ended = store.batch(batch.object.id, "me")
+    assert ended.model == "m"
+    assert ended.usage == BatchUsage(59, CachedTokens(20), 12, ReasoningTokens(5), 71)
 
 
 @pytest.mark.parametrize(("status", "code"), [("expired", "batch_expired"), ("cancelled", "batch_cancelled")])
