@@ -15,7 +15,6 @@ from torch import nn
 from models.attention.context import ForwardContext, between_graphs, get_forward_context
 from models.layers.base import VectorCacheSpec
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
-from models.layers.moe import grouped_linear
 from models.layers.norm import KEY_NORM_EPS, LayerNorm, RMSNorm
 from models.layers.parameter import (
     WeightPart,
@@ -44,8 +43,8 @@ from models.ops.compression import (
     tokens_of,
     tokens_of_pools,
 )
+from models.ops.cpu import dense, runtime
 from models.ops.cpu import latent_attention as latent_ops
-from models.ops.cpu import runtime
 from models.ops.cpu import selection as selection_ops
 from models.ops.cpu.selection import EntryFinish
 from models.ops.cpu.structures import Step
@@ -298,16 +297,11 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [tokens, the rank's groups * in_features] -> [tokens, the rank's groups * out_features]"""
-        tokens, groups = len(x), self.local
-        packed, by_head = packed_of(self.weight), x.view(tokens, groups, -1)
-        if packed is not None and latent_ops.multiplies_heads(by_head, packed):
-            return latent_ops.headed_linear(by_head, packed)
-        by_group = by_head.unbind(1)
-        if packed is None:
-            return torch.cat([F.linear(each, weight) for each, weight in zip(by_group, self.weight, strict=True)], -1)
-        counts = torch.full((groups,), tokens, dtype=torch.int64)
-        products = grouped_linear(torch.cat(by_group), self.weight, None, counts)
-        return products.view(groups, tokens, -1).transpose(0, 1).reshape(tokens, -1)
+        packed, by_group = packed_of(self.weight), x.view(len(x), self.local, -1)
+        if packed is not None:
+            return dense.linear_by_group(by_group, packed)
+        parts = zip(by_group.unbind(1), self.weight, strict=True)
+        return torch.cat([F.linear(each, weight) for each, weight in parts], -1)
 
     def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
         _, out_features, in_features = parameter.shape

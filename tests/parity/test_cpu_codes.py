@@ -122,6 +122,10 @@ def test_experts_are_multiplied_by_their_own_codes() -> None:
     tokens = torch.randint(0, 60, (60,))
     found, expected = (ops.grouped_linear(x, each, None, counts, tokens=tokens) for each in (coded, packed))
     assert_same_products(found, expected, x[tokens], meant)
+    by_group = x.view(20, experts, inputs)
+    runs = ops.grouped_linear(by_group.transpose(0, 1).reshape(60, inputs), coded, None, torch.tensor([20] * experts))
+    expected = runs.view(experts, 20, outputs).transpose(0, 1).reshape(20, -1)
+    assert torch.equal(ops.linear_by_group(by_group, coded), expected)
 
 
 def is_coded(model: PagedModel) -> list[bool]:

@@ -14,6 +14,7 @@ from models.ops.activation import GatedActivation, clamped_swiglu, clipped_swigl
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime, structures
+from models.ops.cpu.packed_weight import PackedWeight, QuantizedWeight
 from models.ops.cpu.program import NotRecordable, record
 from tests.parity.test_cpu_operators import bf16, operators, packed, pytestmark
 from tests.parity.tolerance import gamma
@@ -166,6 +167,18 @@ class TestPairs:
             ops.grouped_linear(x, weights, None, counts, tokens=tokens),
             ops.grouped_linear(x[tokens], weights, None, counts),
         )
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("tokens", [1, 9, 70, 300])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_groups_of_columns_meet_their_own_weights(tokens: int, bits: int) -> None:
+    weights = PackedWeight(3 * 64, 160) if bits == 16 else QuantizedWeight(3 * 64, 160, bits)
+    weights.put(0, bf16(3 * 64, 160, seed=1))
+    x = bf16(tokens, 3, 160)
+    runs = ops.grouped_linear(x.transpose(0, 1).reshape(-1, 160), weights, None, torch.tensor([tokens] * 3))
+    expected = runs.view(3, tokens, 64).transpose(0, 1).reshape(tokens, -1)
+    assert torch.equal(ops.linear_by_group(x, weights), expected)
 
 
 @pytest.mark.usefixtures("operators")

@@ -31,7 +31,13 @@ from tests.parity.variants import PARTLY_TORCH, all_variants
 needs_operators = pytest.mark.skipif(
     library.load_library() is None, reason="the operators were not built: install again where there is a C compiler"
 )
-ARCHITECTURES = ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"]
+ARCHITECTURES = [
+    "LlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "GptOssForCausalLM",
+    "DeepseekV4ForCausalLM",
+]
 
 
 @pytest.fixture(params=["int8", "int4"])

@@ -136,6 +136,31 @@ def grouped_linear(
     return out
 
 
+def linear_by_group(x: torch.Tensor, weights: PackedWeight) -> torch.Tensor:
+    """Multiply each group of columns by its weight of a stack. # [T, groups, in], [groups * out, in] -> [T, groups *
+    out]"""
+    num_tokens, groups, in_features = x.shape
+    assert x.stride(1) == in_features == weights.in_features
+    out = current().rows(num_tokens, weights.out_features)
+    arguments = weights.operators.grouped_linear(
+        x.data_ptr(),
+        x.stride(0),
+        None,
+        weights.memory.data_ptr(),
+        None,
+        out.data_ptr(),
+        out.stride(0),
+        None,
+        groups,
+        in_features,
+        weights.out_features // groups,
+        1,
+        *weights.options,
+    )
+    current().run(arguments, Step(num_tokens=num_tokens), (x, weights.memory, out))
+    return out
+
+
 def embed(input_ids: torch.Tensor, weight: PackedWeight, scale: float = 1.0, first_row: int = 0) -> torch.Tensor:
     """Look up and scale rows of a weight. # [rows] int64 -> [rows, in_features]
 

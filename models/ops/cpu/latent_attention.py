@@ -61,19 +61,6 @@ def latent_values(attended: torch.Tensor, heads: PackedHeads) -> torch.Tensor:
     return out.view(len(attended), heads.num_heads, heads.v_dim)
 
 
-def multiplies_heads(x: torch.Tensor, weight: PackedWeight) -> bool:
-    """Whether `headed_linear` supports these shapes and the form of the weight. # [T, heads, in]"""
-    return runs(x) and type(weight) is PackedWeight and weight.out_features % (x.shape[1] * PANEL) == 0
-
-
-def headed_linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """Multiply each head by its weight of a stack of them. # [T, heads, in], [heads * out, in] -> [T, heads * out]"""
-    out = current().rows(len(x), weight.out_features)
-    features = weight.out_features // x.shape[1]
-    _headed_linear(x, x.shape[2], weight, out, features, features)
-    return out
-
-
 def _headed_linear(
     x: torch.Tensor, in_features: int, weight: PackedWeight, out: torch.Tensor, out_step: int, wide: int
 ) -> None:

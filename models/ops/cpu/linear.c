@@ -174,12 +174,12 @@ void linear(const void *arguments, const struct step *step, struct worker *worke
     if (bench.is_large) settle_rounded();
 }
 
-int find_run(const struct grouped_linear *op, struct run *run, int64_t number) {
+int find_run(const struct grouped_linear *op, const struct step *step, struct run *run, int64_t number) {
     while (run->number < number) {
         run->start += run->count, run->count = 0;
         while (run->count == 0) {
             if (++run->group == op->groups) return 0;
-            run->count = op->counts[run->group];
+            run->count = op->counts ? op->counts[run->group] : step->num_tokens;
         }
         run->number++;
     }
@@ -187,11 +187,13 @@ int find_run(const struct grouped_linear *op, struct run *run, int64_t number) {
 }
 
 struct linear product_of_run(const struct grouped_linear *op, const struct run *run, int64_t bytes) {
-    return (struct linear){.x = op->x,
+    /* Without counts, the run's first row is that of the group's columns. */
+    int64_t columns = op->counts ? 0 : run->group, rows = op->counts ? 0 : run->start;
+    return (struct linear){.x = op->x + columns * op->in_features - rows * op->x_stride,
                            .x_stride = op->x_stride,
                            .weight = (const bf16 *)((const char *)op->weight + run->group * bytes),
                            .bias = op->bias ? op->bias + run->group * op->out_features : NULL,
-                           .out = op->out,
+                           .out = (bf16 *)op->out + columns * op->out_features - rows * op->out_stride,
                            .out_stride = op->out_stride,
                            .in_features = op->in_features,
                            .out_features = op->out_features};
@@ -212,7 +214,7 @@ void grouped_linear(const void *arguments, const struct step *step, struct worke
     struct run run = {.number = -1, .group = -1};
     struct bench bench = prepare(worker, 0);
     bench.tokens = op->tokens;
-    for (int64_t task; task = take_task(worker), find_run(op, &run, task / shares);) {
+    for (int64_t task; task = take_task(worker), find_run(op, step, &run, task / shares);) {
         const struct linear one = product_of_run(op, &run, panels * bytes);
         int64_t panel = task % shares * share, past = min64(panels, panel + share), end = run.start + run.count;
         for (int64_t first = run.start; first < end; first += block)

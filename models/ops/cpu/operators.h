@@ -184,7 +184,7 @@ struct grouped_linear {
     const bf16 *bias;   /* [groups, out_features] or NULL */
     bf16 *out;          /* [rows, out_features], 0 past the last run */
     int64_t out_stride;
-    const int64_t *counts; /* [groups] rows of each run */
+    const int64_t *counts; /* [groups] rows of each run; NULL: each group has its columns of all rows of x and of out */
     int64_t groups, in_features, out_features;
     int64_t per_token; /* number of rows */
 };

@@ -149,7 +149,7 @@ struct run {
 };
 
 /* Move to the run with that number; returns 0 if there are fewer, with `start` after all rows. */
-int find_run(const struct grouped_linear *op, struct run *run, int64_t number);
+int find_run(const struct grouped_linear *op, const struct step *step, struct run *run, int64_t number);
 
 /* A run's product; its weight is `bytes` large. */
 struct linear product_of_run(const struct grouped_linear *op, const struct run *run, int64_t bytes);

@@ -272,7 +272,7 @@ void quantized_grouped_linear(const void *arguments, const struct step *step, st
     struct run run = {.number = -1, .group = -1};
     struct place at = prepare(worker);
     at.tokens = op->tokens;
-    for (int64_t task; task = take_task(worker), find_run(op, &run, task / shares);) {
+    for (int64_t task; task = take_task(worker), find_run(op, step, &run, task / shares);) {
         const struct linear one = product_of_run(op, &run, panels * bytes);
         int64_t panel = task % shares * share, past = min64(panels, panel + share), end = run.start + run.count;
         for (int64_t first = run.start; first < end; first += at_once)
