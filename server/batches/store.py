@@ -564,11 +564,6 @@ class BatchStore:
                 lines.append(Line(row["number"], row["custom_id"], file.read(row["length"])))
         return lines
 
-    def num_pending(self, id: str) -> int:
-        """Return the number of pending lines."""
-        [row] = self._query("SELECT COUNT(*) AS n FROM lines WHERE batch = ? AND state = 0", id)
-        return int(row["n"])
-
     def record(self, id: str, number: int, answer: bytes, *, succeeded: bool) -> None:
         """Store the output line of a line. A second one for the same line is dropped."""
         with self._transaction() as database:

@@ -59,16 +59,7 @@ def list_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> s
 
 def named_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
     """Write an expression for a call after its marker, with the marker in front of its arguments."""
-    return lark.any_of(_named(lark, function, ARGUMENTS) for function in functions)
-
-
-def bare_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """Write an expression for a call after its marker, with the arguments directly after the name."""
-    return lark.any_of(_named(lark, function, "") for function in functions)
-
-
-def _named(lark: LarkWriter, function: Function, separator: str) -> str:
-    return f"{lark.spelled(function.name + separator)} {lark.json(function.schema)}"
+    return lark.any_of(f"{lark.spelled(each.name + ARGUMENTS)} {lark.json(each.schema)}" for each in functions)
 
 
 TOOL_DIALECTS.register("mistral_args")(
