@@ -76,9 +76,10 @@ def request_schemas() -> dict[str, Any]:
     _, generated = models_json_schema(
         [(model, "validation") for model in models], ref_template=SCHEMA_REF.replace("name", "model")
     )
-    # Pydantic names equally named classes of several modules by their modules: `server__schemas__chat__CustomTool`.
+    # Pydantic names equally named classes of several modules by their modules. These names become shorter:
+    # `server__schemas__chat_tools__CustomTool` is ChatCustomTool.
     short = re.sub(
-        r"server__schemas__(\w+?)__(\w+)", lambda name: name[1].title() + name[2], json.dumps(generated["$defs"])
+        r"server__schemas__([a-z]+)\w*?__(\w+)", lambda name: name[1].title() + name[2], json.dumps(generated["$defs"])
     )
     schemas: dict[str, Any] = json.loads(short)
     for model in models:

@@ -34,7 +34,8 @@ from server.models import Models
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.parser import AnswerParser
 from server.schemas.body import JSON, Model, RequestModel, num_containers, parse_object, validate
-from server.schemas.chat import ChatCompletionRequest, CustomTool, TextGrammar, ToolUse
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.chat_tools import CustomTool, TextGrammar, ToolUse
 from server.schemas.generation import (
     INT31,
     JsonObjectFormat,

@@ -41,7 +41,7 @@ from server.parsing.registry import (
     reasoning_names,
     tool_names,
 )
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 
 _AUTO = "auto"
 

@@ -11,7 +11,7 @@ import msgspec
 
 from server.parsing.embedded_lark import TextGrammar
 from server.parsing.json_repair import resolved
-from server.schemas.chat import Tool, ToolUse
+from server.schemas.chat_tools import Tool, ToolUse
 
 Result = TypeVar("Result")
 

@@ -13,7 +13,7 @@ from models.registry import Registry
 from server.parsing.dialects.harmony import is_spoken as is_harmony
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import AnswerParser
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 
 NONE, HARMONY = "none", "harmony"
 

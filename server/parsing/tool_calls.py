@@ -10,7 +10,7 @@ from typing import Any
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.json_repair import JsonMender, argument_types, mend, typed_argument
 from server.parsing.parser import ArgumentsPart, FedParser, Markers, TextPart, ToolCallPart, Waiting
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 
 
 def new_call_id() -> str:

@@ -22,7 +22,8 @@ from server.request_builder import PreparedChat, TextForm, check_request_limits,
 from server.responses.store import Turn
 from server.responses.tools import ToolTable
 from server.schemas.body import validate
-from server.schemas.chat import FREE_TEXT, ChatCompletionRequest
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.chat_tools import FREE_TEXT
 from server.schemas.generation import SamplingFields
 from server.schemas.response_objects import (
     CompactionItem,

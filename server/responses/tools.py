@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from server.errors import BadRequest
 from server.ignored import ignore
-from server.schemas.chat import free_text_function
+from server.schemas.chat_tools import free_text_function
 from server.schemas.responses import (
     AllowedFunctions,
     CustomTool,

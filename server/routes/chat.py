@@ -39,9 +39,8 @@ from server.schemas.chat import (
     ChatCompletion,
     ChatCompletionRequest,
     ChatLogprobs,
-    CustomTool,
-    NamedTool,
 )
+from server.schemas.chat_tools import CustomTool, NamedTool
 from server.schemas.generation import CompletionTokensDetails, PromptLogprobs, Usage
 from server.streaming.generation import Generation
 from server.streaming.logprobs import chat_logprobs, prompt_logprobs

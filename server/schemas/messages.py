@@ -31,7 +31,7 @@ from server.schemas.body import (
     rule,
     sentence,
 )
-from server.schemas.chat import FunctionName
+from server.schemas.chat_tools import FunctionName
 from server.schemas.generation import INT31, ModelRequest
 
 Hint: TypeAlias = Annotated[dict[str, Any] | None, FewFields, Field(description=NO_CHANGE)]

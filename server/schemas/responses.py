@@ -22,7 +22,8 @@ from server.schemas.body import (
     rule,
     sentence,
 )
-from server.schemas.chat import FunctionName, unread_note
+from server.schemas.chat import unread_note
+from server.schemas.chat_tools import FunctionName
 from server.schemas.generation import INT31, JsonObjectFormat, JsonSchema, SamplingFields, TextFormat
 
 _ItemStatus: TypeAlias = Annotated[

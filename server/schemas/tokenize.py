@@ -6,7 +6,8 @@ import msgspec
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from server.schemas.body import FewFields, Items, RequestModel, sentence
-from server.schemas.chat import Message, Tools, no_reserved_names
+from server.schemas.chat import Message, no_reserved_names
+from server.schemas.chat_tools import Tools
 
 
 class TokenizeRequest(RequestModel):

@@ -14,7 +14,7 @@ import pytest
 
 from server.parsing import registry
 from server.parsing.answer_format import AnswerFormat
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 from tests.unit.answers.dialect_texts import parsed, short_form, tool
 
 NAMESPACE = "]<]minimax[>["

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from server.parsing.grammar import ANY_TEXT, Function, LarkWriter
 from server.parsing.parser import Markers, ReasoningPart, Waiting
 from server.parsing.tool_calls import ToolCallParser
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

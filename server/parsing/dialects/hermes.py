@@ -9,7 +9,7 @@ from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import CallObjectParser, call_object
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 
 HERMES = "<tool_call>", "</tool_call>"
 LONGCAT = "<longcat_tool_call>", "</longcat_tool_call>"

@@ -14,7 +14,7 @@ from server.parsing.grammar import Function, LarkWriter, argument_sequence, bare
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ModelSigns, ToolDialect
 from server.parsing.tool_calls import MembersParser
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 
 DSML, GCML = "｜DSML｜", "｜GCML｜"  # noqa: RUF001
 _QUOTED = re.compile(r'[^"<>]*')

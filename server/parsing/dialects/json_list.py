@@ -14,7 +14,7 @@ from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ModelSigns, ToolDialect
 from server.parsing.tool_calls import CallObjectParser, call_list, call_object, string_of
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 
 NEMOTRON = "<TOOLCALL>", "</TOOLCALL>"
 HUNYUAN = "<tool_calls>", "</tool_calls>"

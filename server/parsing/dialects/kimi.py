@@ -7,7 +7,7 @@ from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import ToolCallParser
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 
 SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 SINGULAR_BEGIN, SINGULAR_END = "<|tool_call_section_begin|>", "<|tool_call_section_end|>"

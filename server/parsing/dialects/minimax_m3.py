@@ -14,7 +14,7 @@ from server.parsing.json_repair import resolved, schema_types
 from server.parsing.parser import Markers, Part, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import ToolCallParser
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 
 PREFIX = "]<]minimax[>["
 BEGIN, END = f"{PREFIX}<tool_call>", f"{PREFIX}</tool_call>"

@@ -13,7 +13,7 @@ from server.parsing.grammar import Function, LarkWriter, argument_sequence, part
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import CallObjectParser, ToolCallParser
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 
 START, END = "<|python_start|>", "<|python_end|>"
 LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"

@@ -12,7 +12,7 @@ from server.parsing.grammar import Function, LarkWriter, argument_sequence, bare
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ModelSigns, ToolDialect
 from server.parsing.tool_calls import MembersParser
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from server.parsing.parser import AnswerParser, ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
-from server.schemas.chat import FunctionTool, ToolUse
+from server.schemas.chat_tools import FunctionTool, ToolUse
 
 WEATHER = {
     "type": "object",

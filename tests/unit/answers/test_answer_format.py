@@ -11,7 +11,7 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from server.parsing import registry
 from server.parsing.answer_format import AnswerFormat
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 from tests.unit.answers.dialect_texts import USE
 
 TOOLS = "{% if tools %}{{ tools }}{% endif %}"

@@ -14,7 +14,8 @@ from server.parsing.embedded_lark import TextGrammar
 from server.parsing.parser import ArgumentsPart, Part, TextPart, ToolCallPart
 from server.responses.rendering import EventWriter, ResponseOutput
 from server.responses.tools import ToolTable
-from server.schemas.chat import ChatCompletionRequest, FunctionTool, ToolUse
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.chat_tools import FunctionTool, ToolUse
 from server.schemas.response_objects import CustomCallItem, FunctionCallItem, MessageItem, OutputItem
 from tests.e2e.agent_requests import CODEX_TOOLS, PATCH_GRAMMAR
 from tests.unit.answers.grammars import ByteVocabulary

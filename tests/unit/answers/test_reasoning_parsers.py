@@ -6,7 +6,7 @@ from server.parsing.answer_format import AnswerFormat
 from server.parsing.parser import AnswerParser, ReasoningPart, TextPart
 from server.parsing.reasoning import is_closed
 from server.parsing.registry import REASONING_DIALECTS
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 from tests.unit.answers.dialect_texts import USE, WHOLE, Answer, parsed, texts_in_short_form
 from tests.unit.answers.linear_time import assert_linear
 

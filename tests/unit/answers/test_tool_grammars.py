@@ -14,7 +14,7 @@ from engine.text.structured.parser_setup import token_trie
 from engine.text.tokenizer import Tokenizer
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.grammar import LarkWriter
-from server.schemas.chat import FunctionTool, NamedFunction, ToolUse
+from server.schemas.chat_tools import FunctionTool, NamedFunction, ToolUse
 from tests.unit.answers.dialect_texts import (
     CLOCK,
     TOOLS,

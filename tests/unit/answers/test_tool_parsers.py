@@ -8,7 +8,7 @@ import pytest
 from server.parsing.answer_format import AnswerFormat
 from server.parsing.json_repair import argument_types, typed_argument
 from server.parsing.parser import AnswerParser, ArgumentsPart, TextPart, ToolCallPart
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 from tests.unit.answers.dialect_texts import (
     BROKEN,
     CUT_IN_NAME,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from server.schemas.chat import FunctionTool, ToolChoice, Tools, ToolUse
+from server.schemas.chat_tools import FunctionTool, ToolChoice, Tools, ToolUse
 
 CHOICE: TypeAdapter[Any] = TypeAdapter(ToolChoice)
 TOOLS: TypeAdapter[list[FunctionTool]] = TypeAdapter(Tools)

@@ -11,7 +11,7 @@ from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import ModelSigns, ReasoningDialect, ToolDialect
 from server.parsing.tool_calls import CallObjectParser, call_object
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 from tests.unit.answers.dialect_texts import PARIS, TOOLS, USE, parsed
 
 BEGIN, END = "<<", ">>"

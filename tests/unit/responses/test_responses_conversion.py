@@ -17,7 +17,7 @@ from server.responses import conversion
 from server.responses.conversion import SUMMARY_INTRODUCTION, _starts, prepare, to_chat
 from server.responses.store import Turn, stored_items
 from server.responses.tools import ToolTable
-from server.schemas.chat import AllowedToolsChoice, NamedFunction
+from server.schemas.chat_tools import AllowedToolsChoice, NamedFunction
 from server.schemas.response_objects import Item
 from server.sealing import Changed, Kind, Seal
 from tests.unit.responses_support import request_of

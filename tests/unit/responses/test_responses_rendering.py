@@ -15,7 +15,7 @@ from server.ignored import collect
 from server.limits.owners import ANYONE
 from server.parsing.dialects.hermes import HermesParser
 from server.parsing.parser import AnswerParser, ArgumentsPart, ReasoningPart, TextPart, ToolCallPart
-from server.schemas.chat import ToolUse
+from server.schemas.chat_tools import ToolUse
 from server.schemas.response_objects import ResponseObject
 from tests.unit.responses_support import SEALED, USAGE, ScriptedParser, events_of, renderer_of, types_of
 

@@ -13,7 +13,8 @@ from server.errors import BadRequest, ThreadUnsupported
 from server.frontend import Frontend
 from server.ignored import collect
 from server.schemas.body import validate
-from server.schemas.chat import ChatCompletionRequest, ToolUse
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.chat_tools import ToolUse
 from server.schemas.messages import CountTokensRequest, MessagesRequest
 from server.sealing import Kind, Seal
 from tests.unit.anthropic_bodies import BODIES

@@ -30,7 +30,7 @@ from server.parsing.parser import (
 from server.parsing.reasoning import TaggedReasoning
 from server.parsing.registry import REASONING_DIALECTS
 from server.schemas.body import validate
-from server.schemas.chat import FunctionTool, ToolUse
+from server.schemas.chat_tools import FunctionTool, ToolUse
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.schemas.messages import MessagesRequest
 from server.sealing import Kind

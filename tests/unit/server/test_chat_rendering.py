@@ -16,7 +16,8 @@ from server.parsing.dialects.hermes import HermesParser
 from server.parsing.parser import AnswerParser, ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
 from server.routes.chat import ChatRenderer
 from server.schemas.body import validate
-from server.schemas.chat import ChatCompletionRequest, ToolUse
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.chat_tools import ToolUse
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.streaming.sse import DONE
 

@@ -13,7 +13,8 @@ from server.errors import BadRequest
 from server.ignored import collect
 from server.request_builder import prefix_salt, sampling_params
 from server.schemas.body import validate
-from server.schemas.chat import ChatCompletionRequest, NamedFunction, ToolReference, unread_note
+from server.schemas.chat import ChatCompletionRequest, unread_note
+from server.schemas.chat_tools import NamedFunction, ToolReference
 from server.schemas.completions import CompletionRequest
 from server.schemas.generation import StreamOptions
 
