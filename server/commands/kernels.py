@@ -7,6 +7,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from models.child_environment import code_environment
 
@@ -49,6 +50,12 @@ def run(arguments: Sequence[str]) -> int:
     if unknown := next((each for each in targets if each not in TARGETS), None):
         sys.stderr.write(f"kaon kernels: target is {unknown}, which has no kernels; choose of {', '.join(TARGETS)}\n")
         return 2
+    if find_spec("triton") is None:
+        sys.stderr.write(
+            "kaon kernels: Triton, which compiles the kernels, is not installed; install it with a GPU build of "
+            "torch, or alone with pip install triton\n"
+        )
+        return 1
     flags = [*([asked.model] if asked.model else []), *flags]
     # One process per target: within a process, Triton holds the compiled kernels of one target.
     codes = [

@@ -106,6 +106,14 @@ def test_wrong_arguments_are_named(arguments: list[str], wrong: str, capsys: pyt
     assert wrong in capsys.readouterr().err
 
 
+def test_a_machine_without_triton_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("server.commands.kernels.find_spec", lambda name: None)
+    assert kernels_command.run(["build", "--target", "gfx942"]) == 1
+    assert "Triton, which compiles the kernels, is not installed" in capsys.readouterr().err
+
+
 def test_the_command_takes_the_targets_of_the_table() -> None:
     from models.ops.triton.configs import TARGETS
 
