@@ -85,8 +85,8 @@ _SHUTDOWN_SECONDS = 5
 _HURRIED_SECONDS = 0.5
 """That time after a second signal."""
 
-_MOST_OBJECTS = 50_000
-"""Objects that a full garbage collection visits in about 20 ms."""
+_MOST_OBJECTS = 10_000
+"""Objects that a full garbage collection visits in about 4 ms."""
 
 _LEAST_GROWTH_BYTES, _GROWTH_SHARE = 256 * 2**20, 1 / 4
 """Growth of the process's memory after which a full garbage collection happens, however long it takes: in bytes, and
