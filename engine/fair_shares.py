@@ -8,8 +8,6 @@ from collections.abc import Iterable, Set
 
 _OWNERS_KEPT = 64
 """Number of recorded owners beyond which obsolete ones are removed."""
-_COMPARED_OWNERS = 64
-"""Most owners that are all compared in each step."""
 _MOST_OWNERS = 4096
 """Most recorded owners without a sequence."""
 _NEW_OWNERS = 16
@@ -143,13 +141,6 @@ class FairShares:
             return 0.0
         own = (self._recent.get(owner, 0.0) + self._before.get(owner, 0.0)) / mean
         return own + _NEW_SERVICE if self._num_known and self.is_new(owner) else own
-
-    @property
-    def least_recent(self) -> float:
-        """Least recent service of an owner that was served lately, relative to the mean; 0 for many owners."""
-        owners = self._recent.keys() | self._before.keys()
-        least = self.lightest(owners) if len(owners) <= _COMPARED_OWNERS else None
-        return 0.0 if least is None else self.recent(least)
 
     @property
     def _mean(self) -> float:

@@ -49,20 +49,20 @@ _SCHEDULING = (
     ),
     Mutation(
         "scheduler/shrunk-row-limit-is-ignored",
-        "return bool(self._free_slots) and len(self.running) < self.limits.num_rows",
-        "return bool(self._free_slots)",
+        "return len(self._free_slots) > num_kept and len(self.running) + num_kept < self._limits.num_rows",
+        "return len(self._free_slots) > num_kept",
         ("parity/test_gpu_memory.py",),
     ),
     Mutation(
         "scheduler/preempted-sequence-waits-at-the-end",
-        "        self.waiting.appendleft(seq)\n        self._preemptions += 1\n",
-        "        self.waiting.append(seq)\n        self._preemptions += 1\n",
+        "        self.waiting.appendleft(seq)\n        self.num_preemptions += 1\n",
+        "        self.waiting.append(seq)\n        self.num_preemptions += 1\n",
         (*_SCHEDULER, *_RANDOM_STEPS),
     ),
     Mutation(
         "scheduler/oldest-sequence-is-preempted",
-        "self.running[-1] if len(self._owners()) == 1",
-        "self.running[0] if len(self._owners()) == 1",
+        "self.running[-1] if len(self._pool.owners) == 1",
+        "self.running[0] if len(self._pool.owners) == 1",
         _SCHEDULER,
     ),
     Mutation(
@@ -115,8 +115,8 @@ _SCHEDULING = (
     ),
     Mutation(
         "scheduler/generation-config-stop-token-ignored",
-        "else (self.eos_token_id, *self.stop_token_ids)",
-        "else (self.eos_token_id,)",
+        "else (self._eos_token_id, *self._stop_token_ids)",
+        "else (self._eos_token_id,)",
         _SCHEDULER,
     ),
     Mutation(
@@ -133,8 +133,8 @@ _SCHEDULING = (
     ),
     Mutation(
         "scheduler/failed-step-leaves-its-blocks-shared",
-        "            self.block_manager.forget(seq)\n        return self._remove(live",
-        "            pass\n        return self._remove(live",
+        "            self.block_manager.forget(seq)\n        return self.remove(live",
+        "            pass\n        return self.remove(live",
         (*_SCHEDULER, "unit/core/test_isolation.py", *_RANDOM_STEPS),
     ),
     Mutation(
@@ -1174,8 +1174,8 @@ _POOLING = (
     ),
     Mutation(
         "pooling/vector-of-an-aborted-sequence-is-told",
-        "if vector is None or seq.status is not SequenceStatus.RUNNING or seq in self._prefilling:",
-        "if vector is None or seq in self._prefilling:",
+        "if vector is None or seq.status is not SequenceStatus.RUNNING or seq in self._pool.prefilling:",
+        "if vector is None or seq in self._pool.prefilling:",
         ("unit/core/test_scheduler_pooling.py",),
     ),
     Mutation(

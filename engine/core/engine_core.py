@@ -328,8 +328,8 @@ class EngineCore:
         if self._sentinel_counts is not None:
             stats.sentinel_checks, stats.sentinel_mismatches = self._sentinel_counts()
         message = StepOutputs(outputs, stats)
-        if self.scheduler.preempted:
-            message.preempted, self.scheduler.preempted = self.scheduler.preempted, []
+        if preempted := self.scheduler.take_preempted():
+            message.preempted = preempted
         self.output_queue.put(message)
         if self._kv_events is not None:
             self._kv_events.publish(self.scheduler.block_manager.take_changes(), self.adapters.names)

@@ -1,36 +1,38 @@
-"""`Scheduler`: decides which tokens each step computes, and appends the sampled tokens to their sequences.
+"""`Scheduler`: decides which tokens each step computes.
 
 For each step the engine core calls `schedule()`, launches the model, calls `begin_step()`, and calls `read_step()` at
 once or after it launched the next step. `postprocess()` combines `begin_step()` and `read_step()`, for callers that
-read each step at once. The contract is docs/specification.md#scheduler. The block manager allocates the blocks.
+read each step at once. The contract is docs/specification.md#scheduler.
 
-The order of this file: submitted steps that are not read, and the scheduler with its queue, the two phases of a step,
-the reading of steps, the shares of owners, interposed steps, the removal of sequences, statistics and checks.
+The scheduler chooses. `StepBudget` computes how much fits a step, `SequencePool` has what sequences hold, and
+`SubmittedSteps` appends the sampled tokens. The order of this file: the queue, the two phases of a step, the reading
+of steps, the shares of owners, interposed steps, statistics and checks.
 """
 
-import logging
-import operator
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
-from engine.batch import UNREAD_DRAFT, AppendedBlocks, DecodeRows, ScheduledBatch, ScheduledBatchOutput, StepBuilder
+from engine.batch import AppendedBlocks, DecodeRows, ScheduledBatch, ScheduledBatchOutput, StepBuilder
+from engine.core.sequence_pool import SequencePool
 from engine.core.step_budget import StepBudget, StepLimits
-from engine.core.waiting_queue import CREDIT_TOKENS, Holdings, WaitingQueue
+from engine.core.submitted_steps import SubmittedSteps
+from engine.core.waiting_queue import CREDIT_TOKENS, WaitingQueue
 from engine.fair_shares import FairShares
-from engine.messages import RequestOutput, SchedulerStats, terminal_output
+from engine.messages import RequestOutput, SchedulerStats
 from engine.sequence import Sequence, SequenceStatus, SequenceType
 from engine.speculative.drafts import Drafts
-from kvcache.block_manager import RELEASED, BlockManager
+from kvcache.block_manager import BlockManager
 from models.config.rope import RopeContext
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_AGING_SECONDS = 10.0
 """Seconds of waiting that count as much as one unit of priority; `Config` has the same default."""
 
+_MANY_SLOTS = 64
+"""Of so many slots, one is kept for interposed steps while several owners have sequences. No slot can be freed while a
+step runs, so without it a step that uses all slots would not be paused."""
 _OVER_SHARE = 1.25
 """An owner that holds more than this multiple of its fair share of slots or blocks is preempted for waiting owners."""
 _FAR_BELOW_SHARE = 0.5
@@ -39,40 +41,6 @@ _HOLD_BACK_SECONDS = 10.0
 """Seconds for which a preempted owner starts nothing beyond its share, so that others can use the freed room."""
 _ROOM_CHECK_SECONDS = 0.05
 """Seconds between two computations of the owners' holdings."""
-
-
-class _SubmittedStep(NamedTuple):
-    """A step that was submitted to the device and is not read yet."""
-
-    batch: ScheduledBatch
-    partial_prefills: frozenset[Sequence]
-    """Sequences that get no token from the step, because it computes a chunk before their prompt's end."""
-    deferred_slots: list[int]
-    """Slots of sequences that stopped running since; they become free when the step has been read."""
-    time: float
-    """Time at which the step was scheduled, on the scheduler's clock."""
-    drafts_on_device: bool
-    """Whether the device verifies the step and makes its rows' next drafts before the step is read."""
-
-    verified: dict[int, list[int]]
-    """The drafts that the step verifies, by sequence id, once the step that made them is read."""
-
-    def most_tokens(self, seq: Sequence) -> int:
-        """The most tokens that the step samples for a sequence."""
-        return 1 + len(self.batch.scheduled_spec_decode_tokens.get(seq.id, ()))
-
-    def still_running(self) -> list[Sequence]:
-        """The step's sequences that have neither ended nor been preempted since."""
-        batch = self.batch
-        return [seq for seq, slot in zip(batch.sequences, batch.slot_list, strict=True) if seq.slot == slot]
-
-
-def _begin_answer(seq: Sequence, output: RequestOutput) -> None:
-    """Record the time of a sequence's first output, and add the values that only the first output reports."""
-    seq.first_token_time = time.monotonic()
-    output.queue_time = max(0.0, seq.schedule_time - seq.arrive_time)
-    output.num_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
-    output.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
 
 
 def _may_be_interposed(seq: Sequence) -> bool:
@@ -88,9 +56,6 @@ class Scheduler:
     With `max_step_seconds` steps are bounded by predicted time too, and both policies compute decodes with prompts.
     Owners of sequences are served in turn, by the number of tokens computed for them. `config` may be any object with
     the attributes that docs/specification.md#scheduler lists; attributes that only Kaon has are optional.
-
-    The slot and the blocks of a sequence that stops running are reused only after the step submitted last has been
-    read. So no submitted step writes to a slot or block that belongs to another sequence.
     """
 
     def __init__(
@@ -124,12 +89,7 @@ class Scheduler:
         self.stop_token_ids = frozenset(config.stop_token_ids or ())
         self.block_manager = BlockManager(config, blocks_at_first=blocks_at_first)
         self.window = window
-        self._rope = rope
-        self._has_rope_limits = rope is not None and not rope.grows
         self.splits_prompts = splits_prompts
-        self._shares = FairShares(CREDIT_TOKENS)
-        self.waiting = WaitingQueue(getattr(config, "priority_aging_seconds", DEFAULT_AGING_SECONDS), self._shares)
-        self.running: deque[Sequence] = deque()
         self.prev_time = 0.0
         self.prev_prompt = False
         self.last_prompt_latency = 0.0
@@ -155,11 +115,20 @@ class Scheduler:
         """The most tokens of a prompt without generated tokens."""
 
         # Every running sequence decodes in each step, so at most as many may run as a step has tokens.
-        self._num_slots = max(1, min(self.max_num_seqs, self.max_num_batched_tokens))
-        self.limits = StepLimits(self.max_num_batched_tokens, self._num_slots)
-        self._free_slots = list(reversed(range(self._num_slots)))
-        self._prefilling: dict[Sequence, None] = {}
-        """Running sequences whose prompts are partly computed, in order of admission."""
+        num_slots = max(1, min(self.max_num_seqs, self.max_num_batched_tokens))
+        self.limits = StepLimits(self.max_num_batched_tokens, num_slots)
+        self._keeps_slot = max_interposed_tokens > 0 and num_slots >= _MANY_SLOTS
+        self._shares = FairShares(CREDIT_TOKENS)
+        self._pool = SequencePool(
+            self.block_manager,
+            WaitingQueue(getattr(config, "priority_aging_seconds", DEFAULT_AGING_SECONDS), self._shares),
+            self.drafts,
+            self.limits,
+            window=window,
+            rope=rope,
+            tokens_of=None if self.step_budget is None else self.step_budget.num_tokens,
+        )
+        self._submitted = SubmittedSteps(self._pool, self.drafts, config, self.token_limit)
         self._blocked: Sequence | None = None
         """The sequence that was next in the last step but could not start, for want of a slot or blocks."""
         self._has_room: str | None = None
@@ -168,18 +137,7 @@ class Scheduler:
         self._held_back: dict[str, tuple[float, float]] = {}
         """Preempted owners: the time until which each starts nothing beyond a share of all slots and blocks, and that
         share."""
-        self._latest_ends: tuple[frozenset[int | None], list[int] | None, bool] = frozenset(), None, False
-        """The end tokens of the sequence added last, the request's own list, and whether the model's are included."""
-        self._submitted: deque[_SubmittedStep] = deque()
-        """Submitted steps that are not read, in order of submission."""
         self._clock = clock
-        self._decode_rows: DecodeRows | None = None
-        """Running sequences whose prompts are computed; None, to be rebuilt, after a sequence joined or left."""
-        self._prefix_queried_tokens = 0
-        self._prefix_hit_tokens = 0
-        self._preemptions = 0
-        self.preempted: list[int] = []
-        """Ids of preempted sequences; the caller that reports them clears the list."""
         self._prefill_tokens = 0
 
     # -- the queue ----------------------------------------------------------------------------------------------------
@@ -190,15 +148,10 @@ class Scheduler:
         if seq.num_tokens > longest:
             room = " leave room for an answer" if seq.max_tokens else " fit"
             raise ValueError(f"the prompt has {seq.num_tokens} tokens; at most {longest}{room}")
-        self._set_ends(seq)
-        if self._rope is not None:
-            seq.follow_rope(self._rope)
-        self._forget_owners()
-        if seq.num_completion_tokens:
-            # It was running in a core that died, so later sequences of its owner are not served before it.
-            self.waiting.append_front(seq)
-        else:
-            self.waiting.append(seq)
+        self._submitted.set_ends(seq)
+        if self.is_finished():
+            self._held_back.clear()
+        self._pool.add(seq)
 
     def extend(self, seqs: Iterable[Sequence]) -> None:
         """Queue sequences in order."""
@@ -208,15 +161,11 @@ class Scheduler:
     def abort(self, seq_ids: Collection[int]) -> list[RequestOutput]:
         """End these sequences now and free their blocks. Returns their terminal outputs. Unknown ids are ignored."""
         ids = set(seq_ids)
-        return self._remove([seq for seq in (*self.running, *self.waiting) if seq.id in ids], "abort")
+        return self._pool.remove([seq for seq in self._pool if seq.id in ids], "abort")
 
     def retract(self, seqs: Iterable[Sequence]) -> None:
         """Requeue the sequences of a step that raised, since none of its results are valid."""
-        # Each is put at the head of the queue, so the reverse order preserves their order.
-        for seq in reversed(list(seqs)):
-            if seq.status is SequenceStatus.RUNNING:
-                self.block_manager.forget(seq)
-                self.preempt(seq)
+        self._pool.retract(seqs)
 
     def shrink_steps(self, num_tokens: int, num_rows: int) -> bool:
         """Make steps smaller than one that ran out of memory. Returns False if that step cannot be smaller."""
@@ -236,10 +185,26 @@ class Scheduler:
         `bad_request`: the requests are invalid. The sequences' blocks were published in the prefix cache when the step
         was scheduled; they are unpublished here, because they may never have been written.
         """
-        live = [seq for seq in seqs if not seq.is_finished]
-        for seq in live:
-            self.block_manager.forget(seq)
-        return self._remove(live, "error", error, bad_request)
+        return self._pool.fail(seqs, error, bad_request)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Free a running sequence's blocks. It waits at the head of its owner's queue and prefills again."""
+        self._pool.preempt(seq)
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        """Sequences that wait to be started, or to be started again."""
+        return self._pool.waiting
+
+    @property
+    def running(self) -> deque[Sequence]:
+        """Running sequences, in order of admission."""
+        return self._pool.running
+
+    def take_preempted(self) -> list[int]:
+        """Return the ids of the sequences that were preempted since the last call."""
+        ids, self._pool.preempted = self._pool.preempted, []
+        return ids
 
     def is_finished(self) -> bool:
         """Whether no sequence is waiting or running."""
@@ -259,8 +224,8 @@ class Scheduler:
 
     def get_next_batch_info(self) -> tuple[bool, int]:
         """(whether the next step would prefill, number of tokens of its first prompt or of all its decodes)."""
-        if self._prefilling or self.waiting:
-            prompt = next(iter(self._prefilling)) if self._prefilling else self.waiting[0]
+        if self._pool.prefilling or self.waiting:
+            prompt = next(iter(self._pool.prefilling)) if self._pool.prefilling else self.waiting[0]
             return True, prompt.num_tokens - max(prompt.num_computed_tokens, prompt.num_cached_tokens)
         return False, len(self.running)
 
@@ -271,7 +236,7 @@ class Scheduler:
 
         Also returns None if a submitted step must be read first: no sequence is preempted while a step is unread.
         """
-        if self._submitted and not self._may_follow(self._submitted[-1]):
+        if not self._submitted.may_follow(is_awaited=self._is_awaited):
             return None
         now = self._clock()
         blocked = self._blocked
@@ -283,7 +248,7 @@ class Scheduler:
         may_admit = self._passed_delay(now)
         if self.step_budget is not None:
             self._shares.set_time(now)
-            self.step_budget.begin_step(self._owners(), self._shares.least_recent, now)
+            self.step_budget.begin_step(self._pool.owners, now, has_slot=self._pool.has_slot())
         if self.mixed or self.step_budget is not None:
             if self._schedule_decodes(step):
                 self._schedule_prefills(step, may_admit, blocked)
@@ -294,37 +259,30 @@ class Scheduler:
         self.prev_prompt = step.num_prefills > 0
         if not step.seqs:
             return None
-        is_current = not self._submitted or self._has_device_drafts()
+        is_current = not self._submitted or self._submitted.has_device_drafts
         step.num_next_drafts = self.drafts.num_next(step.seqs.values(), step.num_decodes, is_current=is_current)
-        is_awaited = bool(self._prefilling) or (bool(self.waiting) and self._has_slot())
-        if step.drafts and not step.num_prefills and not is_awaited:
+        if step.drafts and not step.num_prefills and not self._is_awaited:
             step.num_rounds = self.drafts.num_rounds
         return step.batch()
 
     def schedule_only(self, seqs: Collection[Sequence]) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
         """As `schedule`, for `seqs` only; others are preempted if these need their blocks."""
         chosen = set(seqs)
-        waiting, running, prefilling = self.waiting, self.running, self._prefilling
-        self.waiting = waiting.only(chosen)
-        self.running = deque(seq for seq in running if seq in chosen)
-        self._prefilling = {seq: None for seq in prefilling if seq in chosen}
-        self._decode_rows = self._blocked = None
-        try:
+        self._blocked = None
+        with self._pool.only(chosen):
             scheduled = self.schedule()
-        finally:
-            self.running = deque((*(seq for seq in running if seq not in chosen), *self.running))
-            self._prefilling = {seq: None for seq in prefilling if seq not in chosen} | self._prefilling
-            self._decode_rows = self._blocked = None
-            waiting.keep(lambda seq: seq not in chosen)
-            for seq in reversed(list(self.waiting)):
-                waiting.appendleft(seq)
-            self.waiting = waiting
+        self._blocked = None
         if scheduled is None:
             holding = [seq for seq in self.running if seq not in chosen]
-            if holding and not chosen.isdisjoint(waiting):
+            if holding and not chosen.isdisjoint(self.waiting):
                 self.preempt(holding[-1])
                 return self.schedule_only(seqs)
         return scheduled
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether a sequence waits for a step that computes its prompt."""
+        return bool(self._pool.prefilling) or (bool(self.waiting) and self._pool.has_slot(self._num_kept))
 
     # -- the two phases -----------------------------------------------------------------------------------------------
 
@@ -342,10 +300,10 @@ class Scheduler:
         Within an owner, prompts that were started are continued, in order, before others start. `blocked` is the
         sequence that could not start in the last step.
         """
-        if not self._prefilling and not (may_admit and self.waiting):
+        if not self._pool.prefilling and not (may_admit and self.waiting):
             return
         started: dict[str, deque[Sequence]] = {}
-        for seq in self._prefilling:
+        for seq in self._pool.prefilling:
             started.setdefault(seq.owner, deque()).append(seq)
         if self.step_budget is not None:
             self.step_budget.give_prompts_time(step)
@@ -380,7 +338,7 @@ class Scheduler:
                 self.block_manager.release_unseen(seq, seq.num_computed_tokens - self.window + 1)
             self.block_manager.publish(seq, seq.num_computed_tokens + count)
             self._add_prefill(step, seq, count)
-            if seq not in self._prefilling:
+            if seq not in self._pool.prefilling:
                 started[owner].popleft()
                 if not started[owner]:
                     del started[owner]
@@ -397,14 +355,14 @@ class Scheduler:
         seconds = self.step_budget.seconds_to_add(self._shares.recent(owner))
         if seconds > 0.0:
             rest, step.seconds, before = step.seconds, seconds, step.num_prefills
-            self._take_short_prompts(step, owner, None)
+            self._take_short_prompts(step, owner, num_kept=self._num_kept)
             self.step_budget.note_added(seconds - step.seconds)
             step.seconds, step.num_added = rest, step.num_prefills - before
 
     def _start(self, step: StepBuilder, owner: str) -> bool:
         """Start the first waiting sequence of an owner. Returns False if it, and all others, must wait."""
         seq = self.waiting.first_of(owner)
-        if not self._has_slot():
+        if not self._pool.has_slot(self._num_kept):
             self._blocked = seq
             return False
         num_new = max(1, seq.num_tokens - self.block_manager.count_cached_tokens(seq))
@@ -421,8 +379,10 @@ class Scheduler:
         self._admit(step, seq, seq.num_tokens - num_new, count)
         return True
 
-    def _has_slot(self) -> bool:
-        return bool(self._free_slots) and len(self.running) < self.limits.num_rows
+    @property
+    def _num_kept(self) -> int:
+        """Number of slots that are kept for interposed steps."""
+        return int(self._keeps_slot and self.step_budget is not None and not self.step_budget.is_alone)
 
     def _may_split(self, step: StepBuilder, num_new: int) -> bool:
         """Whether a prompt that exceeds the rest of the budget may start with a chunk."""
@@ -438,19 +398,8 @@ class Scheduler:
         return count if self.step_budget is None else self.step_budget.chunk(step, start, count)
 
     def _admit(self, step: StepBuilder, seq: Sequence, start: int, count: int) -> None:
-        """Start a waiting sequence, whose tokens `[start, start + count)` are computed in this step."""
-        self._prefix_queried_tokens += seq.num_tokens
-        self.block_manager.allocate(seq, start + count)
-        if self.window is not None:
-            self.block_manager.release_unseen(seq, start - self.window + 1)
-        self._prefix_hit_tokens += seq.num_cached_tokens
-        seq.slot = self._free_slots.pop()
-        seq.status = SequenceStatus.RUNNING
-        seq.num_computed_tokens = start
-        if seq.schedule_time == 0.0:
-            seq.schedule_time = time.monotonic()
-        self.running.append(seq)
-        self._prefilling[seq] = None
+        """Start a sequence that was taken from the queue: the step computes its tokens `[start, start + count)`."""
+        self._pool.admit(seq, start, start + count)
         step.new_seqs.append(seq)
         self._add_prefill(step, seq, count)
 
@@ -462,8 +411,7 @@ class Scheduler:
         self._prefill_tokens += count
         self._shares.serve(seq.owner, count / seq.weight)
         if seq.num_computed_tokens == seq.num_tokens:
-            del self._prefilling[seq]
-            self._decode_rows = None
+            self._pool.end_prompt(seq)
         step.add_prefill(seq, count)
 
     def _schedule_decodes(self, step: StepBuilder) -> bool:
@@ -472,16 +420,14 @@ class Scheduler:
         An unread step that verifies drafts must be, because its rows continue after the accepted drafts. A sequence
         costs Python work only in steps in which it needs or fills a block, one in `block_size`.
         """
-        rows, lengths = self._current_decode_rows()
+        rows, lengths = self._pool.decode_rows()
         if self._submitted:
-            if not self._has_device_drafts() and any(
-                each.batch.scheduled_spec_decode_tokens for each in self._submitted
-            ):
+            if not self._submitted.has_device_drafts and self._submitted.verify_drafts:
                 return False
             rows, lengths = rows.continuing()
             if not rows.seqs:
                 return True
-            if self._has_device_drafts() and max(lengths) + self.mtp_k > self.token_limit:
+            if self._submitted.has_device_drafts and max(lengths) + self.mtp_k > self.token_limit:
                 # Rows are padded to a common length, for which each context needs room.
                 return False
         if self.step_budget is not None:
@@ -493,7 +439,7 @@ class Scheduler:
         for seq, count in growths:
             if seq.status is SequenceStatus.RUNNING:
                 self._grow(step, seq, count)
-        if self._decode_rows is None:
+        if self._pool.has_changed:
             # A sequence was preempted, so the rows have changed.
             return self._schedule_decodes(step)
         step.add_decodes(rows, lengths)
@@ -503,28 +449,6 @@ class Scheduler:
             seq = step.seqs[seq_id]
             self._shares.charge(seq.owner, len(tokens) / seq.weight)
         return True
-
-    def _current_decode_rows(self) -> tuple[DecodeRows, list[int]]:
-        """The running sequences whose prompts are computed, with their numbers of tokens.
-
-        Sequences whose rotary frequencies change at their length are preempted, since their cached keys are invalid.
-        """
-        rows = self._decode_rows
-        if rows is None or len(rows.seqs) + len(self._prefilling) != len(self.running):
-            rows = self._decode_rows = DecodeRows(seq for seq in self.running if seq not in self._prefilling)
-            if self.window is not None:
-                # Free blocks outside the window now: a prompt just computed would hold them until it needs another
-                # block.
-                for seq in rows.seqs:
-                    self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
-        lengths = list(map(len, rows.token_ids))
-        if self._has_rope_limits and any(map(operator.ge, lengths, rows.limits)):
-            for seq, length in zip(rows.seqs, lengths, strict=True):
-                if length >= seq.rope_limit and not seq.num_placeholder:
-                    self.preempt(seq)
-            if self._decode_rows is None:
-                return self._current_decode_rows()
-        return rows, lengths
 
     def _growths(self, rows: DecodeRows, lengths: list[int]) -> list[tuple[Sequence, int]]:
         """The sequences that may have filled a block or need another one, each with the number of its new tokens.
@@ -561,7 +485,7 @@ class Scheduler:
         if self.window is not None:
             self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
         while (added := self.block_manager.may_append(seq, num_new_tokens)) is None:
-            victim = self.running[-1] if len(self._owners()) == 1 else self._holdings().newest_of_most_blocks()
+            victim = self.running[-1] if len(self._pool.owners) == 1 else self._pool.holdings().newest_of_most_blocks()
             step.appended_blocks = [gained for gained in step.appended_blocks if gained.slot != victim.slot]
             self.preempt(victim)
             if victim is seq:
@@ -577,63 +501,16 @@ class Scheduler:
         `drafts_on_device`: the next step of these rows may be scheduled before this one is read, and verifies drafts
         that the device makes in the meantime.
         """
-        seqs, num_decodes = batch.sequences, batch.total_seqs_num_decode
-        partial = frozenset(seq for seq in seqs[num_decodes:] if seq.num_computed_tokens < seq.num_tokens)
-        verified = batch.scheduled_spec_decode_tokens
-        step = _SubmittedStep(batch, partial, [], self.prev_time, drafts_on_device, dict(verified))
-        for seq in seqs:
-            seq.num_placeholder += step.most_tokens(seq) if verified else 1
-        for seq in partial:
-            seq.num_placeholder -= 1
-        if self.use_spec and (verified or not self.drafts.pause_left):
-            for seq, count in zip(seqs, batch.num_next_drafts or [0] * len(seqs), strict=True):
-                seq.spec_token_ids = [UNREAD_DRAFT] * count if drafts_on_device else []
-        self._submitted.append(step)
-        self.block_manager.begin_step()
-
-    def _may_follow(self, step: _SubmittedStep) -> bool:
-        """Whether a step can be scheduled before this one is read.
-
-        If a model drafts after this step is read, the next step waits for that. A step whose drafts the device makes
-        is followed by decodes only, since only for decodes does the device compute the rows' first positions.
-        """
-        if step.drafts_on_device:
-            return not (self._prefilling or (self.waiting and self._has_slot()))
-        return self.drafts.may_follow_unread(step.batch)
-
-    def _has_device_drafts(self) -> bool:
-        """Whether the device drafts after the step submitted last, before that step is read."""
-        return bool(self._submitted) and self._submitted[-1].drafts_on_device
+        self._submitted.begin(batch, self.prev_time, drafts_on_device=drafts_on_device)
 
     def read_step(self, fwd_output: ScheduledBatchOutput) -> list[RequestOutput]:
         """Process the output of the oldest submitted step. Tokens of sequences that no longer run are dropped.
 
         Sequences that a later step started from cached blocks of a row that failed are requeued.
         """
-        batch, errors = self._submitted[0].batch, fwd_output.errors
-        invalid = set[int]()
-        if errors:
-            rows = zip(batch.req_ids, batch.tables, strict=True)
-            invalid.update(block_id for seq_id, table in rows if seq_id in errors for block_id in table)
-            invalid.discard(RELEASED)
-            # This includes blocks of sequences that have stopped running since.
-            self.block_manager.forget_blocks(invalid)
-        step, live = self._end_step()
-        for seq in step.partial_prefills:
-            fwd_output.token_ids.pop(seq.id, None)
-        if batch.total_seqs_num_prefill:
-            self.last_prompt_latency = self._clock() - step.time
-        if step.drafts_on_device:
-            made = fwd_output.draft_token_ids or {}
-            for later in self._submitted:
-                for seq_id, drafts in later.verified.items():
-                    later.verified[seq_id] = made.get(seq_id, [])[: len(drafts)] if UNREAD_DRAFT in drafts else drafts
-        _, outputs = self._take_tokens(live, fwd_output, step.verified)
-        if invalid:
-            started = (
-                seq for later in self._submitted for seq in later.still_running() if seq in later.batch.new_seqs
-            )
-            self.retract([seq for seq in started if not invalid.isdisjoint(seq.block_table)])
+        outputs, prompt_time = self._submitted.read(fwd_output)
+        if prompt_time is not None:
+            self.last_prompt_latency = self._clock() - prompt_time
         return outputs
 
     def note_duration(
@@ -646,23 +523,7 @@ class Scheduler:
 
     def drop_steps(self) -> None:
         """Requeue the sequences of all submitted steps, none of which will be read, since the device failed."""
-        for step in self._submitted:
-            for table in step.batch.tables:
-                self.block_manager.forget_blocks(table)
-        while self._submitted:
-            self.retract(self._end_step()[1])
-
-    def _end_step(self) -> tuple[_SubmittedStep, list[Sequence]]:
-        """Free the slots that the oldest submitted step held. Returns the step and its sequences that still run."""
-        step = self._submitted.popleft()
-        self.block_manager.end_step()
-        self._free_slots += step.deferred_slots
-        live = step.still_running()
-        for seq in live:
-            seq.num_placeholder -= step.most_tokens(seq) if step.verified else 1
-        for seq in step.partial_prefills.intersection(live):
-            seq.num_placeholder += 1
-        return step, live
+        self._submitted.drop()
 
     def postprocess(
         self,
@@ -678,183 +539,18 @@ class Scheduler:
         if self.prev_prompt:
             self.last_prompt_latency = self._clock() - self.prev_time
         verified = {seq.id: seq.spec_token_ids[: seq.num_drafts] for seq in seqs} if self.use_spec else {}
-        finished, outputs = self._take_tokens(seqs, fwd_output, verified)
+        finished, outputs = self._submitted.take_tokens(seqs, fwd_output, verified)
         if stream_output_queue is not None and outputs:
             stream_output_queue.put_nowait(outputs)
         return finished
 
-    def _take_tokens(
-        self, seqs: list[Sequence], fwd_output: ScheduledBatchOutput, verified: Mapping[int, list[int]]
-    ) -> tuple[list[Sequence], list[RequestOutput]]:
-        """Append a step's tokens to its sequences, and end those that finish. Returns the finished ones and all
-        outputs.
-
-        Tokens of a sequence that no longer runs are dropped, and so are tokens after a stop or after a prompt chunk.
-        `verified`: the drafts that the step verified, by sequence id.
-        """
-        tokens_by_id, prompt_logprobs = fwd_output.token_ids, fwd_output.prompt_logprobs
-        running, prefilling, now = SequenceStatus.RUNNING, self._prefilling, time.monotonic()
-        finished: list[Sequence] = []
-        outputs: list[RequestOutput] = []
-        refusals = dict(fwd_output.refusals or ())
-        if prompt_logprobs:
-            # They are collected until the prompt is complete, and sent with its first output.
-            for seq in seqs:
-                if seq.prompt_logprobs is not None:
-                    seq.prompt_logprobs += prompt_logprobs.get(seq.id, ())
-        for seq in seqs:
-            new_tokens = tokens_by_id.get(seq.id)
-            if not new_tokens or seq.status is not running or (prefilling and seq in prefilling):
-                continue
-            token_ids, matcher = seq.token_ids, seq.matcher
-            accepted: list[int] = []
-            output = RequestOutput(seq.id, accepted, time=now - seq.sent_time)
-            for token_id in new_tokens:
-                if matcher is not None and token_id not in seq.end_tokens and not matcher.accept(token_id):
-                    refusals[seq.id] = matcher.error or ""
-                    break
-                token_ids.append(token_id)
-                accepted.append(token_id)
-                if (
-                    token_id in seq.end_tokens
-                    or len(token_ids) >= seq.token_limit
-                    or seq.stop_token_sequences
-                    or matcher is not None
-                ):
-                    reason = self._leave_reason(seq, token_id)
-                    if reason is not None:
-                        seq.leave_reason = output.finish_reason = reason
-                        output.finished = True
-                        finished.append(seq)
-                        break
-            if matcher is not None:
-                self._charge_grammar(seq)
-            if not accepted:
-                continue
-            if seq.first_token_time == 0.0:
-                _begin_answer(seq, output)
-                if not seq.max_tokens:
-                    # The request asked for no generated tokens.
-                    token_ids.pop()
-                    accepted.clear()
-                    seq.leave_reason = output.finish_reason = "max_tokens"
-            outputs.append(output)
-        if fwd_output.vectors:
-            outputs += self._take_vectors(seqs, fwd_output.vectors, now, finished)
-        if self.use_spec and (verified or fwd_output.draft_token_ids or not self.drafts.pause_left):
-            computed = {seq_id for step in self._submitted for seq_id in step.batch.req_ids}
-            if without_token := self.drafts.take(seqs, fwd_output, verified, computed):
-                self.retract(without_token)
-            if fwd_output.verified_drafts:
-                self._charge_rounds(seqs, fwd_output.verified_drafts)
-        if fwd_output.logprobs:
-            for output in outputs:
-                rows = fwd_output.logprobs.get(output.request_id)
-                output.logprobs = rows and rows[: len(output.output_tokens)]
-        if finished:
-            self._finish(finished)
-        if fwd_output.errors:
-            outputs += self._fail_rows(seqs, fwd_output.errors)
-        if refusals:
-            outputs += self._fail_rows(seqs, refusals, bad_request=True)
-        return finished, outputs
-
-    def _take_vectors(
-        self, seqs: list[Sequence], vectors: Mapping[int, bytes], now: float, finished: list[Sequence]
-    ) -> list[RequestOutput]:
-        """End the sequences whose prompts a step has pooled, and add them to `finished`. Returns their outputs.
-
-        Vectors of sequences that no longer run are dropped.
-        """
-        outputs = []
-        for seq in seqs:
-            vector = vectors.get(seq.id)
-            if vector is None or seq.status is not SequenceStatus.RUNNING or seq in self._prefilling:
-                continue
-            seq.leave_reason = "pooled"
-            output = RequestOutput(seq.id, [], finished=True, finish_reason="pooled", time=now - seq.sent_time)
-            _begin_answer(seq, output)
-            output.vector = vector
-            finished.append(seq)
-            outputs.append(output)
-        return outputs
-
-    def _set_ends(self, seq: Sequence) -> None:
-        """Store on a sequence the tokens that end it and its maximum length."""
-        # `ignore_eos` ignores the model's whole EOS list, which includes the config's `stop_token_ids`.
-        model_tokens = () if seq.ignore_eos else (self.eos_token_id, *self.stop_token_ids)
-        own = seq.sampling_params.stop_token_ids
-        ends, of, with_model = self._latest_ends
-        if own is None or own is not of or with_model is seq.ignore_eos:
-            ends = frozenset((*model_tokens, *(own or ())))
-            self._latest_ends = ends, own, not seq.ignore_eos
-        # The choices of a request share one set of end tokens.
-        seq.end_tokens = ends
-        seq.token_limit = min(seq.num_prompt_tokens + seq.max_tokens, self.token_limit)
-
-    def _leave_reason(self, seq: Sequence, token_id: int) -> str | None:
-        """The reason why `seq` ends at `token_id`, its latest token; None if it continues.
-
-        The first match in the order of docs/specification.md#stop-conditions counts. The front end matches stop
-        strings, on text.
-        """
-        if not seq.token_limit:
-            # A caller put the sequence into `waiting` or `running` directly, without `add`.
-            self._set_ends(seq)
-        if seq.stop_token_sequences and seq.ends_with_stop_sequence:
-            return "stop_sequence"
-        if not seq.ignore_eos and token_id == self.eos_token_id:
-            return "eos"
-        if token_id in seq.end_tokens:
-            return f"stop_{token_id}"
-        if seq.matcher is not None and seq.matcher.is_complete:
-            return "grammar"
-        return "max_tokens" if len(seq.token_ids) >= seq.token_limit else None
-
     # -- shares of owners ---------------------------------------------------------------------------------------------
-
-    def _owners(self) -> set[str]:
-        """The owners that have sequences."""
-        rows = self._decode_rows
-        decoding = (seq.owner for seq in self.running) if rows is None else rows.costs
-        return {*self.waiting.owners, *(seq.owner for seq in self._prefilling), *decoding}
-
-    def _charge_rounds(self, seqs: Iterable[Sequence], verified: Mapping[int, list[tuple[int, int]]]) -> None:
-        """Charge the owners for the rounds of a step after the first one, for which they were charged before."""
-        costs: dict[str, float] = {}
-        for seq in seqs:
-            further = verified[seq.id][1:]
-            cost = sum(1 + num_drafts for num_drafts, _ in further) / seq.weight
-            costs[seq.owner] = costs.get(seq.owner, 0.0) + cost
-        for owner, cost in costs.items():
-            self._shares.charge(owner, cost)
-
-    def _charge_grammar(self, seq: Sequence) -> None:
-        """Charge a sequence's owner for the time that its grammar took since the last charge."""
-        matcher = seq.matcher
-        if matcher is not None and matcher.uncharged_seconds and self.step_budget is not None:
-            cost, matcher.uncharged_seconds = self.step_budget.num_tokens(matcher.uncharged_seconds), 0.0
-            self._shares.charge(seq.owner, cost / seq.weight)
-
-    def _forget_owners(self) -> None:
-        """Remove the state of owners without sequences."""
-        if not self.running and not self.waiting:
-            self._shares.reset()
-            self._held_back.clear()
-            return
-        if not self.waiting and not self._prefilling:
-            self._shares.catch_up()
-        if self._shares.is_crowded:
-            self._shares.forget_all_but({seq.owner for seq in self.running} | self.waiting.owners)
-
-    def _holdings(self) -> Holdings:
-        return Holdings(self.running, self.waiting, self.limits.num_rows, len(self.block_manager.blocks))
 
     def _wait_with(self, owner: str) -> set[str]:
         """The owners that must wait when this owner's sequence found no slot or blocks; empty for all owners."""
         if len(self.waiting.owners) == 1:
             return set()
-        holdings = self._holdings()
+        holdings = self._pool.holdings()
         if holdings[owner].in_shares >= 1.0:
             self._blocked = None
             self._shares.forgo(owner)
@@ -867,21 +563,21 @@ class Scheduler:
             return True
         if self.waiting.owners | {each.owner for each in self.running} == {seq.owner}:
             return True
-        if not self._preempt_for(seq, now):
+        if not self._preempt_for(seq, now, self._num_kept):
             self._blocked = seq
             return False
         self._next_room_check = now + _ROOM_CHECK_SECONDS
         return True
 
-    def _preempt_for(self, seq: Sequence, now: float) -> bool:
-        """Preempt until a waiting sequence can start, or nothing more may be preempted for it. False if a step must be
-        read first.
+    def _preempt_for(self, seq: Sequence, now: float, num_kept: int) -> bool:
+        """Preempt until a waiting sequence can start such that `num_kept` slots remain free, or nothing more may be
+        preempted for it. False if a step must be read first.
 
         Only an owner below its fair share is helped, and only owners far beyond theirs are preempted; for an owner
         far below its share, owners anywhere beyond theirs.
         """
-        while not (self._has_slot() and self.block_manager.can_allocate(seq)):
-            holdings = self._holdings()
+        while not (self._pool.has_slot(num_kept) and self.block_manager.can_allocate(seq)):
+            holdings = self._pool.holdings()
             own = holdings[seq.owner]
             needed = max(1 / self.limits.num_rows, seq.num_blocks / len(self.block_manager.blocks))
             victim = holdings.newest_of_largest(_OVER_SHARE if own.in_shares > _FAR_BELOW_SHARE else 1.0)
@@ -899,14 +595,14 @@ class Scheduler:
         self._held_back = {owner: held for owner, held in self._held_back.items() if held[0] > self.prev_time}
         if not self._held_back:
             return set()
-        holdings = self._holdings()
+        holdings = self._pool.holdings()
         return {owner for owner, (_, share) in self._held_back.items() if holdings[owner].part >= share}
 
     # -- interposed steps ---------------------------------------------------------------------------------------------
 
     def would_interpose(self, seq: Sequence) -> bool:
         """Whether a new sequence would be interposed if its prompt is short. Thread-safe."""
-        return self._has_slot() and _may_be_interposed(seq) and self._is_light(seq.owner)
+        return self._pool.has_slot() and _may_be_interposed(seq) and self._is_light(seq.owner)
 
     def may_pause(self, batch: ScheduledBatch) -> bool:
         """Whether a scheduled step may be paused, for `interpose`."""
@@ -932,7 +628,7 @@ class Scheduler:
         first = self.waiting.first_of(owner)
         if paused is None and not self._submitted and self._is_short(step, first):
             # At most once for each interposed step, whose number is bounded.
-            self._preempt_for(first, self._clock())
+            self._preempt_for(first, self._clock(), 0)
         self._take_short_prompts(step, owner, paused)
         if not step.seqs:
             return None
@@ -963,9 +659,9 @@ class Scheduler:
         """The latest owners of waiting sequences, except those that could start nothing now because they hold their
         share of what is used up."""
         owners: Iterable[str] = (each for each in self.waiting.latest_owners if each not in self._held_back)
-        if self._has_slot() and self._blocked is None:
+        if self._pool.has_slot(self._num_kept) and self._blocked is None:
             return owners
-        holdings = self._holdings()
+        holdings = self._pool.holdings()
         return (each for each in owners if holdings[each].in_shares < 1.0)
 
     def _is_light(self, owner: str) -> bool:
@@ -979,16 +675,23 @@ class Scheduler:
             return False
         return self._shares.recent(blocked.owner) <= self._shares.recent(owner)
 
-    def _take_short_prompts(self, step: StepBuilder, owner: str, paused: ScheduledBatch | None) -> None:
-        """Start an owner's waiting sequences whose whole prompts fit a step's tokens and time, in order."""
-        while owner in self.waiting.owners and self._interposes(step, self.waiting.first_of(owner), paused):
+    def _take_short_prompts(
+        self, step: StepBuilder, owner: str, paused: ScheduledBatch | None = None, *, num_kept: int = 0
+    ) -> None:
+        """Start an owner's waiting sequences whose whole prompts fit a step's tokens and time, in order, such that
+        `num_kept` slots remain free."""
+        while (
+            owner in self.waiting.owners
+            and self._pool.has_slot(num_kept)
+            and self._interposes(step, self.waiting.first_of(owner), paused)
+        ):
             seq = self.waiting.take(owner)
             count = max(1, seq.num_tokens - self.block_manager.count_cached_tokens(seq))
             self._admit(step, seq, seq.num_tokens - count, count)
 
     def _interposes(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
         """Whether a waiting sequence's whole prompt can be added to a step; if `paused`, that is interposed in it."""
-        if not (self._is_short(step, seq) and self._has_slot() and self.block_manager.can_allocate(seq)):
+        if not (self._is_short(step, seq) and self.block_manager.can_allocate(seq)):
             return False
         if paused is None or not self.block_manager.count_cached_tokens(seq):
             return True
@@ -1002,62 +705,6 @@ class Scheduler:
         count = max(1, seq.num_tokens - self.block_manager.count_cached_tokens(seq))
         return count <= step.budget and self._chunk(step, seq.num_tokens - count, count) >= count
 
-    # -- removal ------------------------------------------------------------------------------------------------------
-
-    def preempt(self, seq: Sequence) -> None:
-        """Free a running sequence's blocks. It waits at the head of its owner's queue and prefills again."""
-        if self.running and self.running[-1] is seq:
-            self.running.pop()
-        elif seq in self.running:
-            self.running.remove(seq)
-        self._release(seq, SequenceStatus.WAITING)
-        if self._rope is not None:
-            seq.follow_rope(self._rope)
-        self.waiting.appendleft(seq)
-        self._preemptions += 1
-        self.preempted.append(seq.id)
-
-    def _finish(self, seqs: list[Sequence]) -> None:
-        """Free what sequences hold whose last tokens are appended."""
-        for seq in seqs:
-            # A block with placeholders is not published, so publish it now that its tokens are known.
-            self.block_manager.publish(seq, len(seq.token_ids) - 1)
-            self._release(seq, SequenceStatus.FINISHED)
-        self.running = deque(seq for seq in self.running if seq.status is SequenceStatus.RUNNING)
-
-    def _fail_rows(
-        self, seqs: Iterable[Sequence], errors: dict[int, str], bad_request: bool = False
-    ) -> list[RequestOutput]:
-        return [output for seq in seqs if seq.id in errors for output in self.fail([seq], errors[seq.id], bad_request)]
-
-    def _remove(
-        self, seqs: list[Sequence], reason: str, error: str | None = None, bad_request: bool = False
-    ) -> list[RequestOutput]:
-        for seq in seqs:
-            seq.leave_reason = reason
-            self._charge_grammar(seq)
-            self._release(seq, SequenceStatus.FINISHED)
-        if seqs:
-            self.running = deque(seq for seq in self.running if seq.status is SequenceStatus.RUNNING)
-            self.waiting.keep(lambda seq: seq.status is SequenceStatus.WAITING)
-        return [terminal_output(seq.id, reason, error, bad_request=bad_request) for seq in seqs]
-
-    def _release(self, seq: Sequence, status: SequenceStatus) -> None:
-        """Free blocks and slot of a sequence that stops running."""
-        seq.status = status
-        self._decode_rows = None
-        if status is SequenceStatus.FINISHED:
-            seq.leave_time = time.monotonic()
-            self.drafts.forget(seq)
-        self.block_manager.deallocate(seq)
-        seq.num_computed_tokens = 0
-        seq.num_placeholder = 0
-        seq.spec_token_ids = []
-        if seq.slot >= 0:
-            (self._submitted[-1].deferred_slots if self._submitted else self._free_slots).append(seq.slot)
-            seq.slot = -1
-        self._prefilling.pop(seq, None)
-
     # -- statistics and checks ----------------------------------------------------------------------------------------
 
     def stats(self, step_kind: str, step_seconds: float) -> SchedulerStats:
@@ -1067,9 +714,9 @@ class Scheduler:
             num_waiting=len(self.waiting),
             kv_blocks_used=len(self.block_manager.used_block_ids),
             kv_blocks_total=len(self.block_manager.blocks),
-            prefix_queried_tokens=self._prefix_queried_tokens,
-            prefix_hit_tokens=self._prefix_hit_tokens,
-            preemptions=self._preemptions,
+            prefix_queried_tokens=self._pool.prefix_queried_tokens,
+            prefix_hit_tokens=self._pool.prefix_hit_tokens,
+            preemptions=self._pool.num_preemptions,
             prefill_tokens=self._prefill_tokens,
             step_kind=step_kind,
             step_seconds=step_seconds,
@@ -1081,22 +728,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless queues, slots and blocks agree. Called when idle and by the property tests."""
-        self.block_manager.check_integrity(self.running)
-        slots = [seq.slot for seq in self.running]
-        slots += (slot for step in self._submitted for slot in step.deferred_slots)
-        if sorted(slots + self._free_slots) != list(range(self._num_slots)):
-            raise AssertionError(f"slots leak: {slots} running, {self._free_slots} free")
-        if not self._submitted and any(seq.num_placeholder for seq in (*self.running, *self.waiting)):
-            raise AssertionError("a sequence has a placeholder, but no step is submitted")
-        for seq in self.running:
-            if seq.status is not SequenceStatus.RUNNING:
-                raise AssertionError(f"sequence {seq.id} runs with status {seq.status}")
-        for seq in self.waiting:
-            if seq.status is not SequenceStatus.WAITING or seq.block_table or seq.slot != -1:
-                raise AssertionError(f"waiting sequence {seq.id} holds blocks or a slot")
-        self.waiting.check_integrity()
-        if any(seq not in self.running for seq in self._prefilling):
-            raise AssertionError("a sequence prefills but does not run")
+        self._pool.check_integrity()
 
     def update_spec_stats(self, num_accepted_tokens: int) -> None:
         """Count the `mtp_k` drafts of one sequence; one of its `num_accepted_tokens` is the target's own token.

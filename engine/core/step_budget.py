@@ -4,14 +4,15 @@
 
     one owner, only prompts               4 x bound, at most 66 x the fixed cost of a step
     one owner, prompts next to decodes    1.5 x bound, at most 33 x the fixed cost
-    several owners, served alike          1 x bound, at most 33 x the fixed cost
-    several owners, some served less      1 x bound, at most 10 x the fixed cost
+    several owners                        1 x bound, at most 33 x the fixed cost
+    several owners, and no pause          1 x bound, at most 10 x the fixed cost
 
 The bound is `max_step_seconds`. The fixed cost of a step is its time before the first token. It is small in small
 models, so that steps of several owners take a few milliseconds, and about a tenth of the bound in large models.
 
 A longer step of several owners is paused when an owner with little recent service sends a short prompt, which is then
-computed in an interposed step. The total fixed cost of interposed steps is bounded.
+computed in an interposed step. The total fixed cost of interposed steps is bounded. The nearer to that bound, the
+shorter are the steps of several owners, down to those that are not paused.
 """
 
 import logging
@@ -33,13 +34,13 @@ _ALONE_AFTER_SECONDS = 30.0
 _LEAST_PROMPTS, _LEAST_PROMPTS_MIXED = 0.5, 0.25
 """Least time of prompts in each step, in units of the bound, however long its decodes take; the second under
 `mixed`."""
-_ALONE_PROMPTS_COSTS, _ALONE_DECODING_COSTS, _ALIKE_COSTS, _SHARED_COSTS = 66.0, 33.0, 33.0, 10.0
-"""Most time of a step in units of its fixed cost, in the same four cases. The fixed cost is then 1.5 % of the step, 3
-% if streams of one owner or of owners that are served alike wait, and a tenth if some owner is served less."""
+_ALONE_PROMPTS_COSTS, _ALONE_DECODING_COSTS, _SHARED_COSTS, _SHORT_COSTS = 66.0, 33.0, 33.0, 10.0
+"""Most time of a step in units of its fixed cost, in the four cases above. The fixed cost is then 1.5 % of the step, 3
+% if streams wait, and a tenth if prompts of light owners wait, too."""
 _LEAST = 0.005
 """Seconds below which steps are not shortened: the scheduler and the messages cost time too."""
 _MOST_GROWTH = 8.0
-"""A default bound is at least `_SHARED_COSTS`, but grows no more than by this factor: otherwise large models on slow
+"""A default bound is at least `_SHORT_COSTS`, but grows no more than by this factor: otherwise large models on slow
 processors would mostly read their weights."""
 _CHUNK_MULTIPLE = 16
 """Chunks that are cut by time are multiples of it, which suits the cache's blocks and the processor's tiles."""
@@ -51,9 +52,10 @@ _PAUSED_SECONDS, _PAUSED_COSTS = 0.003, 2.5
 because the computing threads must be woken again."""
 _PAUSE_SECONDS = 0.0005
 """A pause in which nothing is interposed is counted as so much of what interposed steps may cost."""
-_INTERPOSED_SHARE, _MOST_INTERPOSED = 0.01, 6.0
-"""Share of all time that interposed steps may take beyond the time that their tokens would add to other steps, and the
-most fixed costs that the allowance accumulates."""
+_INTERPOSED_SHARE, _MOST_INTERPOSED, _ALLOWANCE_OF_LONG = 0.02, 12.0, 2.0
+"""Share of all time that interposed steps may take beyond the time that their tokens would add to other steps, the
+most fixed costs that the allowance accumulates, and those that it must hold, beyond that of one step, for the longest
+steps of several owners."""
 _MOST_SERVICE, _MOST_LEFT = 0.75, 5.0
 """A step is interposed for an owner with at most this recent service, where 1 is the mean of all owners. For an owner
 with exactly that much, the allowance must hold so many fixed costs beyond that of the step, which are left to owners
@@ -129,7 +131,8 @@ class StepBudget:
         self._max_interposed_tokens = max_interposed_tokens
         self._mixed = mixed
         self._model = StepTimeModel(self._max_seconds)
-        self._is_alone = True
+        self.is_alone = True
+        """Whether no other owner had a sequence lately."""
         self._owners: Collection[str] = ()
         """The owners that had sequences when a step was scheduled last."""
         self._alone_from = 0.0
@@ -151,26 +154,27 @@ class StepBudget:
         """Update the model with the duration of a step."""
         self._model.note(batch, seconds)
 
-    def begin_step(self, owners: Collection[str], least_service: float, now: float) -> None:
+    def begin_step(self, owners: Collection[str], now: float, *, has_slot: bool) -> None:
         """Compute the bound of the step that is scheduled now. `owners` are the owners with sequences.
 
-        `least_service` is the least recent service of an owner that was served lately. If it is that of a light owner,
-        steps are short. They are also short where a light owner that comes could have no interposed step.
+        Steps of several owners are short where a light owner that comes could have no interposed step: without a free
+        slot, or with little left of the allowance.
         """
         if len(owners) > 1:
             self._alone_from = now + _ALONE_AFTER_SECONDS
-        self._is_alone = now >= self._alone_from
+        self.is_alone = now >= self._alone_from
         self._owners = owners
         self._fixed = self._model.fixed_seconds
-        shared = _SHARED_COSTS * self._fixed
-        bound = self._max_seconds
-        if self._grows:
-            bound = max(bound, min(shared, _MOST_GROWTH * bound))
-        if self._max_interposed_tokens and least_service > _MOST_SERVICE:
-            shared = _ALIKE_COSTS * self._fixed
-        self._bound = bound if self._is_alone else min(bound, max(shared, _LEAST))
         passed = max(0.0, now - self._allowed_until)
         self._allowance = min(self._allowance + _INTERPOSED_SHARE * passed, _MOST_INTERPOSED * self._fixed)
+        bound = self._max_seconds
+        if self._grows:
+            bound = max(bound, min(_SHORT_COSTS * self._fixed, _MOST_GROWTH * bound))
+        shared = _SHORT_COSTS * self._fixed
+        if self._max_interposed_tokens and has_slot:
+            spare = max(0.0, self._allowance - self._fixed) / _ALLOWANCE_OF_LONG
+            shared += (_SHARED_COSTS - _SHORT_COSTS) * min(spare, self._fixed)
+        self._bound = bound if self.is_alone else min(bound, max(shared, _LEAST))
         self._allowed_until = now
         self._interposed_left = _INTERPOSED_BOUND * min(self._max_seconds, max(self._bound, _LEAST_BOUND))
         self._added_left = min(self._added_left + _ADDED_SHARE * passed, _MOST_ADDED * self._interposed_left)
@@ -194,7 +198,7 @@ class StepBudget:
         The more an owner was served, the more of the allowance it leaves to others. An owner that is alone has its
         prompts in its own steps. Called in any thread.
         """
-        if not self.has_allowance or service > _MOST_SERVICE or (self._is_alone and owner in self._owners):
+        if not self.has_allowance or service > _MOST_SERVICE or (self.is_alone and owner in self._owners):
             return False
         return self._allowance >= self._fixed * (1.0 + _MOST_LEFT * service / _MOST_SERVICE)
 
@@ -206,7 +210,7 @@ class StepBudget:
 
     def seconds_to_add(self, service: float) -> float:
         """Return the time beyond a short step's bound for short prompts of an owner with this recent service."""
-        if not self._max_interposed_tokens or self._is_alone or self._bound >= _LEAST_BOUND:
+        if not self._max_interposed_tokens or self.is_alone or self._bound >= _LEAST_BOUND:
             return 0.0
         if service > _MOST_SERVICE_ADDED:
             return 0.0
@@ -236,9 +240,9 @@ class StepBudget:
         """Set the time of a step's prompts, after its decodes were chosen."""
         model, bound = self._model, self._bound
         seconds = bound
-        if self._is_alone and not step.num_decodes:
+        if self.is_alone and not step.num_decodes:
             seconds = max(min(_ALONE_PROMPTS * bound, _ALONE_PROMPTS_COSTS * self._fixed), _LEAST)
-        elif self._is_alone:
+        elif self.is_alone:
             most = bound if self._mixed else _ALONE_DECODING * bound
             seconds = max(min(most, _ALONE_DECODING_COSTS * self._fixed), _LEAST)
         if step.num_decodes and bound >= _LEAST_BOUND:
@@ -271,7 +275,7 @@ class StepBudget:
     def take_turns(self, rows: DecodeRows, lengths: list[int], tokens_per_row: float) -> tuple[DecodeRows, list[int]]:
         """Select the decodes of several owners that fit the bound. The rows of each owner take turns."""
         seqs = rows.seqs
-        if self._is_alone or len(seqs) <= len(rows.costs):
+        if self.is_alone or len(seqs) <= len(rows.costs):
             return rows, lengths
         work = StepWork(decode_tokens=tokens_per_row * len(seqs), decode_keys=sum(lengths))
         base = self._model.seconds(StepWork())

@@ -65,7 +65,7 @@ def completions(runner: ModelRunner, prompts: list[list[int]]) -> tuple[list[lis
         for id, cached in zip(batch.req_ids, batch.num_cached_tokens, strict=True):
             hits[id] = cached
         scheduler.check_integrity()
-    return [seq.completion_token_ids for seq in seqs], hits, len(scheduler.preempted)
+    return [seq.completion_token_ids for seq in seqs], hits, len(scheduler.take_preempted())
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

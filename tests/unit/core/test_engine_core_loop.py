@@ -156,7 +156,7 @@ def test_shutdown_ends_what_runs_and_waits_also_what_arrived_behind_it(bench: Be
 
 def test_corrupt_state_found_when_idle_ends_the_loop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_core, "_CHECK_AFTER_IDLE_SECONDS", 0.001)
-    bench.core.scheduler._free_slots.pop()
+    bench.core.scheduler._pool._free_slots.pop()
     with pytest.raises(AssertionError, match="slots leak"):
         bench.core.busy_loop()
 

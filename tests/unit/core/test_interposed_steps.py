@@ -28,6 +28,8 @@ from tests.unit.core_bench import BLOCK_SIZE, Bench, StubRunner, ends
 
 FIXED, TOKEN = 0.018, 0.0004
 DEVICE = device(FIXED, TOKEN, decode=0.002)
+INTERPOSED_SHARE = 0.02
+"""Share of the time that interposed steps may cost beyond their tokens."""
 
 
 def loaded_engine(**settings: object) -> SimulatedEngine:
@@ -69,13 +71,13 @@ def test_without_it_the_light_owner_waits_for_that_step() -> None:
     assert not made.interposed
 
 
-def test_what_interposed_steps_cost_is_one_percent_of_the_time_however_many_light_owners_come() -> None:
+def test_what_interposed_steps_cost_is_bounded_however_many_light_owners_come() -> None:
     made = loaded_engine()
     start = made.now
     for number in range(400):
         made.add(20, 1, owner=f"light {number}", at=start + 0.05 * number)
     made.run(lambda: made.now > start + 20)
-    assert len(made.interposed) * FIXED <= 0.01 * (made.now - start) + 7 * FIXED
+    assert len(made.interposed) * FIXED <= INTERPOSED_SHARE * (made.now - start) + 13 * FIXED
     assert made.interposed
     assert made.num_pauses <= len(made.interposed), "no step pauses for a prompt that is not interposed"
 
@@ -107,7 +109,7 @@ def test_interposed_steps_cost_little_whoever_sends_what(
         made.add(num_tokens, max_tokens, owner=f"owner {owner}", at=at)
     made.run()
     beyond_their_tokens = FIXED * len(made.interposed)
-    assert beyond_their_tokens <= 0.01 * (made.now - start) + 7 * FIXED
+    assert beyond_their_tokens <= INTERPOSED_SHARE * (made.now - start) + 13 * FIXED
     made.scheduler.check_integrity()
 
 
@@ -207,7 +209,7 @@ def test_prompts_that_are_added_to_a_step_and_those_interposed_in_it_share_its_t
     made = loaded_engine(max_step_seconds=0.008)
     budget = made.scheduler.step_budget
     assert budget is not None
-    budget.begin_step(["heavy", "light"], 0.0, made.now)
+    budget.begin_step(["heavy", "light"], made.now, has_slot=True)
     free, most = budget.interposed_step(512).seconds, budget.seconds_to_add(0.0)
     budget.note_added(0.75 * most)
     assert budget.interposed_step(512).seconds == pytest.approx(free - 0.75 * most)
@@ -228,42 +230,45 @@ def test_prompts_that_are_added_to_steps_take_a_quarter_of_the_time_whoever_send
 ) -> None:
     budget = copy.deepcopy(measured_budget)
     now = start = 1000.0
-    budget.begin_step(["heavy", "light"], 0.0, now)
+    budget.begin_step(["heavy", "light"], now, has_slot=True)
     most, added = budget.seconds_to_add(0.0), 0.0
     for seconds, part in steps:
         seconds_added = part * budget.seconds_to_add(0.0)
         budget.note_added(seconds_added)
         added += seconds_added
         now += seconds + seconds_added
-        budget.begin_step(["heavy", "light"], 0.0, now)
+        budget.begin_step(["heavy", "light"], now, has_slot=True)
     assert added <= 0.25 * (now - start) + 4 * most + 1e-9
 
 
-def test_steps_of_owners_that_are_served_alike_are_long_until_a_light_one_comes() -> None:
+def test_steps_of_several_owners_are_long_while_a_light_one_could_interrupt_them() -> None:
     made = SimulatedEngine(DEVICE, max_interposed_tokens=512, default_step_seconds=0.5, max_step_seconds=None)
     made.add(3000, 20)
     made.run()
     made.now += 100
-    start = made.now
-    heavy = [made.add(3000, 2, owner=f"heavy {number % 5}", at=start) for number in range(10)]
+    heavy = [made.add(3000, 2, owner=f"heavy {number % 5}", at=made.now) for number in range(10)]
 
-    def longest_step(until: float) -> float:
+    def longest_step(seconds: float) -> int:
         made.steps.clear()
-        while made.now < until:
+        end = made.now + seconds
+        while made.now < end:
             made.step()
             for number, seq in enumerate(heavy):
                 if seq.is_finished:
                     heavy[number] = made.add(3000, 2, owner=seq.owner, at=made.now)
-        return max(seconds for _, seconds in made.steps)
+        return max(batch.total_tokens_num for batch, _ in made.steps)
 
-    longest_step(start + 20)
-    alike = longest_step(start + 30)
+    longest_step(20)
+    long = longest_step(10)
     light = made.add(20, 1, owner="light", at=made.now + 1.0)
-    longest_step(start + 32)
+    longest_step(5)
     assert made.ttft(light) <= 2 * (FIXED + 20 * TOKEN), "it is computed in a pause"
-    assert longest_step(start + 34) < 0.6 * alike
-    longest_step(start + 50)
-    assert longest_step(start + 55) == pytest.approx(alike, rel=0.1)
+    budget = made.scheduler.step_budget
+    assert budget is not None
+    budget.note_failed_interposed()
+    assert longest_step(5) < 0.6 * long, "no step is interposed for ten seconds"
+    longest_step(20)
+    assert longest_step(10) == pytest.approx(long, rel=0.1)
 
 
 def test_a_short_step_is_not_paused() -> None:
@@ -356,7 +361,7 @@ def test_no_owner_is_preempted_for_one_that_holds_its_share() -> None:
     made.run(lambda: made.now > light[-1].arrive_time + 5)
     running = Counter(seq.owner for seq in made.scheduler.running)
     assert running["light"] == 1, "20 slots of 11 owners"
-    assert made.scheduler.stats("", 0.0).preemptions - before <= 2
+    assert made.scheduler.stats("", 0.0).preemptions - before <= 4, "the light owner has ten sequences"
 
 
 def test_an_interposed_prompt_takes_no_slot_for_which_an_owner_that_is_as_light_waits() -> None:
@@ -385,6 +390,37 @@ def test_a_pause_is_asked_for_only_for_what_can_be_interposed(fields: dict[str, 
     assert made.scheduler.would_interpose(seq) is (not fields)
 
 
+def test_a_slot_is_kept_for_interposed_steps_while_several_owners_fill_all_others() -> None:
+    made = loaded_engine(max_num_seqs=64)
+    for number in range(80):
+        made.add(20, 3000, owner=f"heavy {number % 10}", at=made.now)
+    made.run(lambda: made.now > 110)
+    assert len(made.scheduler.running) == 63
+    pauses = made.num_pauses
+    seq = made.add(20, 1, owner="light", at=made.now + 0.07)
+    made.run(lambda: seq.is_finished)
+    assert made.num_pauses == pauses + 1
+    assert made.ttft(seq) <= 2 * (FIXED + 20 * TOKEN)
+
+
+def test_an_owner_whose_prompt_is_too_long_to_be_interposed_does_not_wait_for_the_kept_slot() -> None:
+    made = loaded_engine(max_num_seqs=64)
+    for number in range(80):
+        made.add(20, 3000, owner=f"heavy {number % 10}", at=made.now)
+    made.run(lambda: made.now > 110)
+    seq = made.add(3000, 1, owner="light", at=made.now)
+    made.run(lambda: seq.is_finished or made.now > 140)
+    assert seq.is_finished, "a sequence of an owner with more than its share is preempted"
+
+
+def test_a_single_owner_uses_all_slots() -> None:
+    made = SimulatedEngine(DEVICE, max_interposed_tokens=512, max_step_seconds=0.5, max_num_seqs=64)
+    for _ in range(80):
+        made.add(20, 3000)
+    made.run(lambda: made.now > 10)
+    assert len(made.scheduler.running) == 64
+
+
 def test_no_pause_is_asked_for_without_a_free_slot() -> None:
     made = loaded_engine(max_num_seqs=10)
     seq = Sequence([5] * 20, BLOCK_SIZE, SamplingParams(max_tokens=1), id=9000, owner="light")
@@ -398,7 +434,7 @@ def test_pauses_in_which_nothing_is_interposed_are_counted() -> None:
     while made.scheduler.would_interpose(seq):
         made.scheduler.note_idle_pause()
         pauses += 1
-    assert pauses <= 6 * FIXED / 0.0005
+    assert pauses <= 12 * FIXED / 0.0005
 
 
 @pytest.mark.parametrize("fields", [{"is_suspect": True}, {"adapter": 1}], ids=["suspect", "adapter"])
