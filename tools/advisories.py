@@ -11,7 +11,6 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +83,25 @@ def audit(versions: Iterable[tuple[str, str]], snapshot: Snapshot) -> Iterator[t
 
 
 def refreshed(snapshot: Snapshot, folder: Path, packages: set[str]) -> Snapshot:
-    """Return `snapshot` with every range that records below `folder` name for `packages` and did not withdraw."""
+    """Return `snapshot` with every range that records below `folder` name for `packages` and did not withdraw.
+
+    Its day is that of the newest record, since the folder may be older than today.
+    """
     known = {(each.id, each.package, each.introduced): each for each in snapshot.advisories}
+    as_of = snapshot.as_of
     for path in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.json"))):
         text = path.read_text(encoding="utf-8")
         record = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
         if not isinstance(record, dict) or "affected" not in record or record.get("withdrawn"):
             continue
+        as_of = max(as_of, str(record["modified"])[:10])
         for found in _ranges(record):
             key = found.id, found.package, found.introduced
             if found.package in packages:
                 reason = known[key].not_affected if key in known else None
                 known[key] = msgspec.structs.replace(found, not_affected=reason)
     ordered = sorted(known.values(), key=lambda each: (each.package, each.id, each.introduced))
-    return Snapshot(as_of=date.today().isoformat(), source=snapshot.source, advisories=ordered)
+    return Snapshot(as_of=as_of, source=snapshot.source, advisories=ordered)
 
 
 def _ranges(record: dict[str, Any]) -> Iterator[Advisory]:

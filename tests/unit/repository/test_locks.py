@@ -71,6 +71,7 @@ def test_the_audit_finds_what_it_should() -> None:
 
 RECORD = """
 id: PYSEC-1
+modified: '2030-01-02T03:04:05Z'
 aliases: [CVE-2030-1, GHSA-x]
 affected:
 - package: {name: Some.Package, ecosystem: PyPI}
@@ -86,7 +87,9 @@ def test_a_snapshot_is_refreshed_from_records_of_the_database(tmp_path: Path) ->
     (tmp_path / "PYSEC-1.yaml").write_text(RECORD)
     (tmp_path / "PYSEC-2.yaml").write_text(RECORD.replace("PYSEC-1", "PYSEC-2") + "withdrawn: '2030-01-01'\n")
     earlier = Advisory(id="CVE-2030-1", package="some-package", introduced="1.0", not_affected="not used")
-    found = refreshed(Snapshot(as_of="", source="", advisories=[earlier]), tmp_path, {"some-package", "other"})
+    before = Snapshot(as_of="2029-12-31", source="", advisories=[earlier])
+    found = refreshed(before, tmp_path, {"some-package", "other"})
+    assert found.as_of == "2030-01-02"
     assert found.advisories == [
         Advisory(id="CVE-2030-1", package="some-package", introduced="1.0", fixed="1.2", not_affected="not used"),
         Advisory(id="CVE-2030-1", package="some-package", introduced="2.0", fixed=None),
