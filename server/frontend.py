@@ -32,8 +32,7 @@ from models.errors import CheckpointError
 from server.adapters import Adapters, allowed_directory
 from server.errors import BadRequest, ModelNotFound, NotReady, PathNotAllowed, ShuttingDown, WrongTask
 from server.limits.accounts import Accounts
-from server.limits.admission import Admission
-from server.limits.connections import KeyShares
+from server.limits.admission import Admission, KeyShares
 from server.limits.jobs import NUM_GRAMMAR_CHECKS, Jobs
 from server.limits.owners import Owner
 from server.limits.quotas import QuotaMeter

@@ -34,7 +34,8 @@ from server.app import create_app
 from server.batches.runner import BatchRunner
 from server.endpoints import all_endpoints
 from server.errors import ApiError, BadRequest, as_raw_response
-from server.limits.connections import Acceptor, Connection, ConnectionLimits, Connections, num_free_descriptors
+from server.limits.acceptor import Acceptor
+from server.limits.connections import Connection, ConnectionLimits, Connections, num_free_descriptors
 from server.limits.keys import ApiKeys
 from server.models import Models
 from server.service_manager import ServiceManager

@@ -26,7 +26,7 @@ from server.error_answers import as_response, speaks_anthropic
 from server.errors import ApiError, Forbidden, InvalidApiKey, NotReady
 from server.ignored import HEADER as IGNORED_HEADER
 from server.ignored import IgnoredLog, collect, header_value
-from server.limits.connections import KeyShares
+from server.limits.admission import KeyShares
 from server.limits.keys import ApiKeys, sent_keys
 from server.limits.owners import NO_QUOTAS, Owner
 from server.limits.owners import Scope as KeyScope

@@ -1,4 +1,5 @@
 """`Admission`: bounds the requests that wait for the engine. `QueueForecast`: predicts when a full queue has room.
+`KeyShares`: shares served connections among API keys.
 
 `Generation` asks for the admission of each request; the hub reports when each sequence is queued, has its first output
 and ends. A refused request gets a 429 with the predicted time in `Retry-After`.
@@ -18,6 +19,7 @@ from engine.messages import ModelInfo
 from engine.text.io_processor import InvalidRequest
 from server.errors import ApiError, NotReady, Overloaded, ShuttingDown
 from server.limits.accounts import Accounts, Tally, has_room
+from server.limits.connections import Connections
 from server.limits.jobs import TooManyJobs
 from server.limits.owners import Owner
 from server.limits.quotas import QuotaExceeded, QuotaMeter
@@ -46,6 +48,16 @@ _RETURN_SECONDS = 5.0
 
 _RETURN_SEQUENCES = 8
 """Fewest sequences that must have been due in that time: the share of a smaller number is noise."""
+
+_SHARE_OF_FREE = 2
+"""Number of served connections that a key may hold for each free one that is not reserved: 7 / 12 of all connections
+if no other key has requests."""
+
+_LAST_PARTS = 8
+"""1 / 8 of the served connections are reserved for keys that hold none."""
+
+_KEY_SECONDS = 1.0
+"""Time after which a client of a key that holds too many connections should retry."""
 
 
 class QueueForecast:
@@ -410,6 +422,53 @@ class Admission:
         return self._forecast.retry_after(
             self._clock(), excess, sequences, excess_tokens, tokens, party=owner.party, num_owners=owners
         )
+
+
+class KeyShares:
+    """Shares the connections that may be served among the holders of API keys.
+
+    `Connections` bounds their number before a key is known. With that bound alone, one key could hold all of them by
+    streams or by readers of a stored response, which wait in no queue.
+
+    A part of the connections, 1 / `_LAST_PARTS`, is reserved for keys that hold none. Of the rest, a key may hold at
+    most `_SHARE_OF_FREE` times as many as are free at the time (a dynamic threshold: Choudhury and Hahne, IEEE/ACM
+    Transactions on Networking, 1998). When several keys take as many as they can, they hold equal numbers, and some
+    connections stay free.
+    """
+
+    def __init__(self, accounts: Accounts, metrics: Metrics) -> None:
+        self.most = math.inf
+        """Most connections that may be served at a time."""
+        self._accounts = accounts
+        self._note_refused: Callable[[str], object] = metrics.connection_closed
+
+    def share(self, connections: Connections) -> None:
+        """Share those that `connections` serves, whose log counts refused requests too."""
+        self.most = connections.limits.serving
+        self._note_refused = connections.note_closed
+
+    def begin(self, owner: Owner, *, is_bounded: bool = True) -> None:
+        """Count a request of the owner's key until `end`.
+
+        Raises `Overloaded` if the key holds too many already, unless the request is not to be bounded.
+        """
+        held = self._accounts.used(owner.party, "served_requests")
+        free = self.most - self._accounts.total("served_requests")
+        reserved = max(self.most // _LAST_PARTS, 1)
+        if is_bounded and held >= _SHARE_OF_FREE * (free - reserved) and (held or free <= 0):
+            self._note_refused("key")
+            self._accounts.tally(owner).refused += 1
+            raise Overloaded(
+                f"{held} requests of this key are served, and {self.most} of all clients may be at a time "
+                f"(max_connections), of which {max(free, 0)} are kept free for other keys",
+                "requests",
+                _KEY_SECONDS,
+            )
+        self._accounts.change(owner.party, "served_requests", 1)
+
+    def end(self, owner: Owner) -> None:
+        """Note that a request was answered, or that its client has gone."""
+        self._accounts.change(owner.party, "served_requests", -1)
 
 
 @contextmanager

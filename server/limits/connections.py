@@ -1,5 +1,4 @@
-"""`Connections`: bounds the number and the duration of open connections. `KeyShares`: shares served connections among
-API keys. `Acceptor`: accepts connections.
+"""`Connections`: bounds the number and the duration of open connections, which `Acceptor` accepts.
 
 A connection is always in one of these phases, and may end in any of them.
 
@@ -15,7 +14,6 @@ the address that has the most. Connections that wait for this server, and not fo
 
 import asyncio
 import contextlib
-import errno
 import functools
 import ipaddress
 import logging
@@ -23,7 +21,6 @@ import math
 import os
 import resource
 import socket
-import ssl
 import sys
 import time
 from collections import defaultdict
@@ -31,7 +28,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, Self
 
 from engine.config.config import ServerConfig
-from server.errors import ApiError, Overloaded, as_raw_response
+from server.errors import ApiError
 from server.limits.accounts import Accounts
 from server.limits.owners import Owner
 from server.metrics import Metrics
@@ -69,24 +66,14 @@ number of connections that may be closed, so that this rate holds, and is comput
 _MAX_SPARED = 16
 """Most connections that are spared in one search because they wait for this server; then one of them is closed."""
 
-_SHARE_OF_FREE = 2
-"""Number of served connections that a key may hold for each free one that is not reserved: 7 / 12 of all connections
-if no other key has requests."""
-
-_LAST_PARTS = 8
-"""1 / 8 of the served connections are reserved for keys that hold none."""
-
-_KEY_SECONDS = 1.0
-"""Time after which a client of a key that holds too many connections should retry."""
-
 _READING_SECONDS = 5.0
 """Time over which the reading rate of a slow client is measured."""
 
 _NUM_KNOWN_ADDRESSES = 1024
 
-_SWEEP_SECONDS, _SWEPT_AT_ONCE, _SWEEP_PAUSE_SECONDS = 0.5, 100, 0.01
-"""Time between two passes over all connections, the most that are checked at once, and the pause after them: a check
-takes 5 to 30 microseconds."""
+_SWEPT_AT_ONCE = 100
+"""Most connections that one call of `sweep` checks: a check takes 5 to 30 microseconds."""
+
 _REPORT_SECONDS = 10.0
 
 _FIRST_CHECK_SECONDS, _LONGEST_CHECK_SECONDS = 2.0, 16.0
@@ -98,10 +85,6 @@ _TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8
 shut down its sending side."""
 _ACKED_BYTES = slice(120, 128)
 """Bytes of TCP_INFO (linux/tcp.h) that count the bytes acknowledged by the client."""
-
-_MAX_ADMITTED_AT_ONCE, _MAX_ACCEPTED_AT_ONCE = 8, 64
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_RETRY_SECONDS = 0.05
 
 
 class TooManyConnections(ApiError):
@@ -761,211 +744,3 @@ class Connections:
         if victim is not None:
             victim.evict()
         return victim is not None
-
-
-class KeyShares:
-    """Shares the connections that may be served among the holders of API keys.
-
-    `Connections` bounds their number before a key is known. With that bound alone, one key could hold all of them by
-    streams or by readers of a stored response, which wait in no queue.
-
-    A part of the connections, 1 / `_LAST_PARTS`, is reserved for keys that hold none. Of the rest, a key may hold at
-    most `_SHARE_OF_FREE` times as many as are free at the time (a dynamic threshold: Choudhury and Hahne, IEEE/ACM
-    Transactions on Networking, 1998). When several keys take as many as they can, they hold equal numbers, and some
-    connections stay free.
-    """
-
-    def __init__(self, accounts: Accounts, metrics: Metrics) -> None:
-        self.most = math.inf
-        """Most connections that may be served at a time."""
-        self._accounts = accounts
-        self._note_refused: Callable[[str], object] = metrics.connection_closed
-
-    def share(self, connections: Connections) -> None:
-        """Share those that `connections` serves, whose log counts refused requests too."""
-        self.most = connections.limits.serving
-        self._note_refused = connections.note_closed
-
-    def begin(self, owner: Owner, *, is_bounded: bool = True) -> None:
-        """Count a request of the owner's key until `end`.
-
-        Raises `Overloaded` if the key holds too many already, unless the request is not to be bounded.
-        """
-        held = self._accounts.used(owner.party, "served_requests")
-        free = self.most - self._accounts.total("served_requests")
-        reserved = max(self.most // _LAST_PARTS, 1)
-        if is_bounded and held >= _SHARE_OF_FREE * (free - reserved) and (held or free <= 0):
-            self._note_refused("key")
-            self._accounts.tally(owner).refused += 1
-            raise Overloaded(
-                f"{held} requests of this key are served, and {self.most} of all clients may be at a time "
-                f"(max_connections), of which {max(free, 0)} are kept free for other keys",
-                "requests",
-                _KEY_SECONDS,
-            )
-        self._accounts.change(owner.party, "served_requests", 1)
-
-    def end(self, owner: Owner) -> None:
-        """Note that a request was answered, or that its client has gone."""
-        self._accounts.change(owner.party, "served_requests", -1)
-
-
-class Acceptor:
-    """Accepts the connections of a listening socket while `Connections` has room."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        connections: Connections,
-        new_protocol: Callable[[Connection], asyncio.Protocol],
-        tls: Callable[[], ssl.SSLContext] | None,
-    ) -> None:
-        """Start to accept connections in the running event loop, until `close`. The caller owns `listener`.
-
-        `tls` returns the TLS context of the next connection; None means plain HTTP.
-        """
-        self._listener = listener
-        self._connections = connections
-        self._new_protocol = new_protocol
-        self._tls = tls
-        self._loop = asyncio.get_running_loop()
-        self._starting: set[asyncio.Task[None]] = set()
-        self._spare: int | None = None
-        """A descriptor that is closed in order to accept a connection when no other descriptor is free."""
-        self._sweep_timer = self._loop.call_later(_SWEEP_SECONDS, self._sweep)
-        self._retry: asyncio.TimerHandle | None = None
-        listener.setblocking(False)
-        _set_options(listener)
-        self._take_spare()
-        self._loop.add_reader(listener, self._accept)
-
-    def close(self) -> None:
-        """Stop accepting. Open connections continue and are still checked."""
-        if self._retry is not None:
-            self._retry.cancel()
-        self._loop.remove_reader(self._listener)
-        self._give_up_spare()
-
-    def stop(self) -> None:
-        """Stop checking connections."""
-        self._sweep_timer.cancel()
-
-    def _sweep(self) -> None:
-        pause = _SWEEP_SECONDS
-        try:
-            if self._connections.sweep():
-                pause = _SWEEP_PAUSE_SECONDS
-        finally:  # A failed check must not end the checks of all connections.
-            self._sweep_timer = self._loop.call_later(pause, self._sweep)
-
-    def _accept(self) -> None:
-        num_admitted = 0
-        for _ in range(_MAX_ACCEPTED_AT_ONCE):
-            delay = self._connections.open_at - self._connections.clock()
-            if delay > 0:
-                self._pause(delay)  # Meanwhile the system queues new connections.
-                return
-            try:
-                sock, address = self._listener.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                if error.errno in _NO_DESCRIPTOR:
-                    self._accept_without_descriptor()
-                    return
-                continue  # The client has gone again.
-            if _has_ended(sock):
-                sock.close()
-                continue
-            self._admit(sock, address[0] if address else None)
-            num_admitted += 1
-            if num_admitted == _MAX_ADMITTED_AT_ONCE:
-                return
-
-    def _accept_without_descriptor(self) -> None:
-        """Handle that no file can be opened: close a connection to make room, or refuse the new ones."""
-        self._connections.note_closed("descriptors")
-        if not self._connections.make_room() and self._spare is not None:
-            self._give_up_spare()
-            with contextlib.suppress(OSError):
-                sock, _ = self._listener.accept()
-                _refuse(sock)
-        # A closed descriptor is free in the loop's next round. Until then, the loop would report the listener
-        # repeatedly.
-        self._pause(_RETRY_SECONDS)
-
-    def _pause(self, seconds: float) -> None:
-        self._loop.remove_reader(self._listener)
-        self._retry = self._loop.call_later(seconds, self._accept_again)
-
-    def _accept_again(self) -> None:
-        self._take_spare()
-        self._loop.add_reader(self._listener, self._accept)
-
-    def _take_spare(self) -> None:
-        if self._spare is None:
-            with contextlib.suppress(OSError):
-                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
-    def _give_up_spare(self) -> None:
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
-
-    def _admit(self, sock: socket.socket, host: str | None) -> None:
-        connection = self._connections.open(sock, host)
-        if connection is None:
-            if self._tls is None:
-                _refuse(sock)
-            else:
-                sock.close()
-            return
-        sock.setblocking(False)
-        task = self._loop.create_task(self._start(sock, connection))
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
-
-    async def _start(self, sock: socket.socket, connection: Connection) -> None:
-        """Attach a new protocol to the connection, after the TLS handshake if there is one."""
-        timeout = None if self._tls is None else self._connections.limits.head_seconds
-        try:
-            await self._loop.connect_accepted_socket(
-                lambda: self._new_protocol(connection),
-                sock,
-                ssl=None if self._tls is None else self._tls(),
-                ssl_handshake_timeout=timeout,
-            )
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - no other connection is affected
-            is_usual = isinstance(error, (OSError, asyncio.CancelledError))
-            _log.log(logging.DEBUG if is_usual else logging.ERROR, "a connection was not set up: %r", error)
-            connection.close()
-            sock.close()
-
-
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
-"""TCP keep-alive: idle seconds before the first probe, seconds between probes, and number of unanswered probes."""
-
-
-def _set_options(listener: socket.socket) -> None:
-    """Set the options that accepted sockets inherit."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option, value in _KEEP_ALIVE:
-        listener.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _has_ended(sock: socket.socket) -> bool:
-    """Return whether the client has shut down its sending side without having sent anything."""
-    try:
-        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def _refuse(sock: socket.socket) -> None:
-    """Send an error as far as possible without blocking, and close."""
-    with sock, contextlib.suppress(OSError):
-        sock.setblocking(False)
-        sock.send(as_raw_response(TooManyConnections("too many connections are open; try again later")))

@@ -12,11 +12,11 @@ import pytest
 from engine.config.config import ServerConfig
 from server.errors import ApiError, Overloaded
 from server.limits.accounts import RESOURCES, Accounts
+from server.limits.admission import KeyShares
 from server.limits.connections import (
     Connection,
     ConnectionLimits,
     Connections,
-    KeyShares,
     SlowRequest,
     TooManyConnections,
 )

@@ -28,8 +28,9 @@ from uvicorn.server import ServerState
 from server import http
 from server.anthropic.rendering import PING
 from server.http import MAX_HEAD_BYTES, FullCollections, HttpProtocol, RequestTurns
+from server.limits.acceptor import Acceptor
 from server.limits.accounts import Accounts
-from server.limits.connections import Acceptor, Connection, ConnectionLimits, Connections
+from server.limits.connections import Connection, ConnectionLimits, Connections
 from server.limits.keys import ApiKeys
 from server.metrics import Metrics
 from server.streaming import sse
@@ -738,7 +739,7 @@ def test_a_check_that_fails_does_not_end_the_checks(monkeypatch: pytest.MonkeyPa
             await until(lambda: num_checks > 2)
             client.writer.close()
 
-    monkeypatch.setattr("server.limits.connections._SWEEP_SECONDS", 0.001)
+    monkeypatch.setattr("server.limits.acceptor._SWEEP_SECONDS", 0.001)
     monkeypatch.setattr(Connection, "check", check)
     fails_once()
     assert [type(each) for each in failures] == [OSError]

@@ -24,7 +24,7 @@ from server.access_log import AccessLog
 from server.app import create_app
 from server.frontend import owner_of
 from server.limits.accounts import Accounts
-from server.limits.connections import KeyShares
+from server.limits.admission import KeyShares
 from server.limits.key_file import KeyFile
 from server.limits.keys import ApiKeys
 from server.limits.owners import Owner
