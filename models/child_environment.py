@@ -1,4 +1,5 @@
-"""The environment variables of child processes that run this checkout's code. Imports no torch."""
+"""The environment variables and working directory of child processes that run this checkout's code. Imports no
+torch."""
 
 import os
 from pathlib import Path
@@ -17,3 +18,16 @@ def code_environment() -> dict[str, str]:
     # Kernels of the hub are code that is downloaded and run when a checkpoint's configuration names them.
     forced = {"PYTHONPATH": path, "USE_HUB_KERNELS": "0"}
     return {"OMP_WAIT_POLICY": "passive", **os.environ, **forced}
+
+
+def working_directory() -> str | None:
+    """The directory to start a child process in: None means this process' own, and "/" that this one was deleted.
+
+    A release that replaces its predecessor's directory deletes it under a running server, whose next engine core could
+    not load torch: oneMKL ends a process without a working directory.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "/"
+    return None

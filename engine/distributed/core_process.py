@@ -29,7 +29,7 @@ from engine.distributed.lockstep import LockstepMember
 from engine.distributed.message_stream import MessageReader
 from engine.distributed.processes import ENDED, REMOVED, family, starting_child, stopped_process, wait_or_kill
 from engine.messages import Failed
-from models.child_environment import code_environment
+from models.child_environment import code_environment, working_directory
 
 
 class CoreTransport(Protocol):
@@ -336,6 +336,7 @@ class CoreProcess:
                     *(() if lockstep_member is None else lockstep_member.memory),
                 ),
                 env=code_environment(),
+                cwd=working_directory(),
                 process_group=0,
             )
         self._close_theirs()

@@ -17,7 +17,7 @@ import msgspec
 from engine.distributed.host_resources import HostShare, Shard
 from engine.distributed.lockstep import LockstepMember
 from engine.distributed.processes import starting_child, wait_or_kill
-from models.child_environment import code_environment
+from models.child_environment import code_environment, working_directory
 
 
 class SharedMemory(msgspec.Struct, tag="memory", frozen=True):
@@ -173,6 +173,7 @@ class RankProc:
                 stdin=theirs.fileno(),
                 pass_fds=descriptors,
                 env=code_environment(),
+                cwd=working_directory(),
                 process_group=0,
             )
         self.send(launch)

@@ -15,7 +15,7 @@ from typing import IO
 import msgspec
 
 from engine.doctor_report import Facts, Gpu, Report, slow_rates
-from models.child_environment import code_environment
+from models.child_environment import code_environment, working_directory
 
 _SECONDS = 900.0
 """Time limit of the examination: the first kernels of a library may take minutes to compile."""
@@ -44,7 +44,13 @@ def examine(command: Sequence[str], seconds: float = _SECONDS) -> Report:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         try:
             done = subprocess.run(
-                command, stdout=out, stderr=errors, timeout=seconds, check=False, env=code_environment()
+                command,
+                stdout=out,
+                stderr=errors,
+                timeout=seconds,
+                check=False,
+                env=code_environment(),
+                cwd=working_directory(),
             )
         except subprocess.TimeoutExpired:
             return _without_report(

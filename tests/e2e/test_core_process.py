@@ -65,6 +65,18 @@ def first_tokens(manager: CoreManager) -> None:
     assert step is not None
 
 
+def test_a_core_starts_although_the_working_directory_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries that torch loads end a process whose working directory does not exist."""
+    (tmp_path / "release").mkdir()
+    monkeypatch.chdir(tmp_path / "release")
+    (tmp_path / "release").rmdir()
+    with CoreManager(Config()) as manager:
+        manager.wait_ready(WAIT_SECONDS)
+        assert {child.cwd() for child in psutil.Process().children()} == {"/"}
+
+
 # -- serving ----------------------------------------------------------------------------------------------------
 
 
