@@ -57,13 +57,17 @@ CREATE TABLE IF NOT EXISTS lines (
 CREATE INDEX IF NOT EXISTS pending_lines ON lines (batch, state, number);
 """
 
-_USED_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM files WHERE owner = ?"
+_USED = "SELECT COALESCE(SUM(bytes), 0), COUNT(*) FROM files WHERE owner = ?"
 _ALL_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM files"
 _LIVE = "(expires_at IS NULL OR expires_at > ?)"
 """SQL condition of files that have not expired. The parameter is the present time in seconds."""
 
 PENDING, SUCCEEDED, FAILED = range(3)
 """State of a line."""
+
+MAX_FILES = 20_000
+"""Most files of an owner, beyond which it may upload none: each takes a block and an inode of the disk, however small
+it is, and the sums of bytes visit all of them."""
 
 MAX_UNFINISHED = 100
 """Most unfinished batches of an owner: each has a row per line of its input."""
@@ -369,15 +373,20 @@ class BatchStore:
         """Raise `NoRoom` unless there is room for `size` more bytes, in addition to stored files and running
         uploads."""
         self._open()
-        [own], [total] = self._query(_USED_BYTES, owner), self._query(_ALL_BYTES)
-        used = own[0] + arriving
+        [(own, count)], [(total,)] = self._query(_USED, owner), self._query(_ALL_BYTES)
+        if count >= MAX_FILES:
+            raise NoRoom(
+                f"this key has {count} files, and {MAX_FILES} are the most that a key may have; delete files that are "
+                "not needed"
+            )
+        used = own + arriving
         if used + size > self._max_bytes_per_owner:
             raise NoRoom(
                 f"the files of this key have {used} bytes, and with {size} further ones more than "
                 f"{self._max_bytes_per_owner}, the most that this server keeps for one (max_file_bytes_per_key); "
                 "delete files that are not needed"
             )
-        if total[0] + all_arriving + size > self._max_bytes:
+        if total + all_arriving + size > self._max_bytes:
             raise NoRoom(
                 f"the files of all keys would have more than {self._max_bytes} bytes, the most that this server keeps "
                 "(max_file_bytes_total); delete files that are not needed, or try again later"
@@ -464,7 +473,7 @@ class BatchStore:
                 "wait for one, or cancel one"
             )
         # Answers are never refused, however long they are. Instead, the owner's next batch is.
-        [used] = database.execute(_USED_BYTES, (owner,)).fetchone()
+        [used, _] = database.execute(_USED, (owner,)).fetchone()
         if used > self._max_bytes_per_owner:
             raise NoRoom(
                 f"the files of this key have {used} bytes, more than the {self._max_bytes_per_owner} that this "

@@ -268,6 +268,20 @@ def test_an_owners_files_have_a_bound_and_room_comes_back(tmp_path: Path) -> Non
     assert not list((tmp_path / "data" / "files").glob("part-*"))
 
 
+def test_the_number_of_an_owners_files_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.batches.store.MAX_FILES", 2)
+    store = BatchStore(tmp_path / "data", 1000)
+    first = add_file(store, b"x")
+    add_file(store, b"x")
+    with pytest.raises(NoRoom, match="this key has 2 files, and 2 are the most that a key may have; delete files"):
+        add_file(store, b"x")
+    with store.upload("me") as upload, pytest.raises(NoRoom, match="has 2 files"):
+        upload(1)
+    add_file(store, b"x", owner="you")
+    store.delete_file(first, "me")
+    add_file(store, b"x")
+
+
 def test_uploads_count_as_they_arrive(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "data", 1000, 1500)
     add_file(store, bytes(400))
