@@ -27,7 +27,7 @@ from server.limits.owners import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
 from server.streaming.resumable import ResumableStreams
-from server.streaming.sse import EventStream, Renderer, encode, in_slices, while_connected
+from server.streaming.sse import PIECE_BYTES, EventStream, Renderer, encode, in_slices, while_connected
 
 _log = logging.getLogger(__name__)
 
@@ -181,9 +181,12 @@ class Generation:
                     remaining -= delta.finished
                 if not remaining:
                     break
-                if joined := b"".join(events):
-                    yield joined
-            yield b"".join((*events, renderer.closing(self.usage)))
+                if events:
+                    yield events
+            if len(events) > PIECE_BYTES:
+                yield events
+                events = b""
+            yield events + renderer.closing(self.usage)
         except ApiError as error:
             self._facts.error = str(error)
             yield renderer.failure(error)
@@ -310,8 +313,8 @@ def usage_of(states: Sequence[RequestState], num_choices: int) -> Usage:
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
 
 
-def _chunks(renderer: Renderer, deltas: Mapping[int, RequestDelta]) -> list[bytes]:
-    return [renderer.chunk(index, delta) for index, delta in deltas.items()]
+def _chunks(renderer: Renderer, deltas: Mapping[int, RequestDelta]) -> bytes:
+    return b"".join(renderer.chunk(index, delta) for index, delta in deltas.items())
 
 
 def _num_prompt_logprobs(request: AddRequest) -> int:

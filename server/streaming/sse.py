@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -30,6 +30,10 @@ _COMMENT = ServerSentEvent(comment="ping", sep="\n")
 """Ping that clients ignore, but that keeps proxies from closing the connection."""
 
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+
+PIECE_BYTES = 2**18
+"""Bytes that are sent at a time. A copy and a system call of hundreds of megabytes, which log probabilities may have,
+would delay all other clients."""
 
 _SLICE = 64
 """Entries of a list that are encoded at a time, in `in_slices`."""
@@ -108,9 +112,12 @@ class EventStream(EventSourceResponse):
                 async with while_connected(receive), aclosing(self._events) as events:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     if scope["method"] != "HEAD":
-                        with _Pings(self._ping_event, self.ping_interval, send_body):
+                        with _Pings(self._ping_event, self.ping_interval, send_body) as pings:
                             async for event in events:
-                                await send_body({"type": "http.response.body", "body": event, "more_body": True})
+                                if len(event) <= PIECE_BYTES:
+                                    await send_body({"type": "http.response.body", "body": event, "more_body": True})
+                                else:
+                                    await pings.send_in_pieces(event)
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             if self._on_end is not None:
@@ -118,15 +125,27 @@ class EventStream(EventSourceResponse):
 
 
 class _Pings:
-    """Sends a ping repeatedly within the context, from a timer: most streams end before the first is due."""
+    """Sends a ping repeatedly within the context, but never within an event, from a timer: most streams end before the
+    first is due."""
 
     def __init__(self, ping: bytes, seconds: float, send: Send) -> None:
         self._message: Message = {"type": "http.response.body", "body": ping, "more_body": True}
         self._seconds = seconds
         self._send = send
+        self._is_within_event = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._start()
+        return self
+
+    async def send_in_pieces(self, event: bytes) -> None:
+        """Send a large event. Other clients are served between its pieces."""
+        self._is_within_event = True
+        for start in range(0, len(event), PIECE_BYTES):
+            piece = event[start : start + PIECE_BYTES]
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        self._is_within_event = False
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
@@ -136,6 +155,8 @@ class _Pings:
 
     def _ping(self) -> None:
         self._start()
+        if self._is_within_event:
+            return
         sending = self._send(self._message).__await__()
         # A send that waits means that the client reads nothing at present, so that it needs no ping.
         with suppress(StopIteration):

@@ -134,6 +134,39 @@ async def test_a_stream_that_waits_sends_its_ping_until_it_goes_on(monkeypatch: 
     assert set(pings) == {b'event: ping\ndata: {"type": "ping"}\n\n'}
 
 
+async def test_a_large_event_is_sent_in_pieces_between_which_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sse, "_PING_SECONDS", 0)
+    monkeypatch.setattr(sse, "PIECE_BYTES", 10)
+    event = b"data: " + bytes(range(48, 90)) * 3 + b"\n\n"
+    bodies: list[bytes] = []
+    steps_of_others = 0
+
+    async def others() -> None:
+        nonlocal steps_of_others
+        while True:
+            steps_of_others += 1
+            await asyncio.sleep(0)
+
+    async def large() -> AsyncGenerator[bytes, None]:
+        yield event
+
+    async def send(message: Message) -> None:
+        bodies.append(message.get("body", b""))
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    other = asyncio.create_task(others())
+    await EventStream(large(), ping=PING)({"type": "http", "method": "POST"}, receive, send)
+    other.cancel()
+    assert max(map(len, bodies)) == 10
+    assert b"".join(bodies) == event, "no ping is within an event"
+    assert steps_of_others >= len(event) // 10
+
+
 async def test_a_stream_to_a_head_request_has_no_events() -> None:
     bodies: list[Message] = []
     ended: list[bool] = []
