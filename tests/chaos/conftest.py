@@ -9,11 +9,30 @@ import pytest
 
 from tests.chaos.faults import ChaosServer
 from tests.chaos.outcomes import Outcome
+from tests.chaos.victim import AttackTable
 from tests.chaos.workload import WORKLOAD, perform_all
 from tests.e2e.held_checkpoint import HeldCheckpoint
 from tests.e2e.kaon_server import MODEL
 
 StartServer = Callable[..., ChaosServer]
+
+_TABLE = pytest.StashKey[AttackTable]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_TABLE] = AttackTable()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.stash[_TABLE]:
+        terminalreporter.section("attacks, as in docs/security.md")
+        terminalreporter.write_line(str(config.stash[_TABLE]))
+
+
+@pytest.fixture(scope="session")
+def attack_table(pytestconfig: pytest.Config) -> AttackTable:
+    """The table that is printed at the end of the run."""
+    return pytestconfig.stash[_TABLE]
 
 
 @pytest.fixture

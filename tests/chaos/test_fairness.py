@@ -6,12 +6,11 @@ prints the figures.
 
 import asyncio
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +18,7 @@ import pytest
 from benchmarks.checkpoints import Checkpoint, write
 from tests.chaos.faults import ChaosServer
 from tests.chaos.heavy_loads import prompt
+from tests.chaos.victim import AttackTable, Streamed, read_stream, watch, watching
 from tests.chaos.workload import client
 
 # Its figures need a machine of its own; unit and end-to-end tests assert the same in `make test`.
@@ -41,23 +41,7 @@ KEYS = [f"key-of-party-{number}" for number in range(6)]
 STEP_SECONDS = 0.5
 PAUSE_SECONDS = 1.5
 """Seconds between two requests of the light client."""
-
-
-class Streamed(NamedTuple):
-    """One streamed answer."""
-
-    text: str
-    sent: float
-    times: list[float]
-    """Time of each chunk."""
-
-    @property
-    def ttft(self) -> float:
-        return self.times[0] - self.sent
-
-    @property
-    def longest_gap(self) -> float:
-        return max((later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)), default=0.0)
+LOOPED_SECONDS = 4.0
 
 
 def body(prompts: str | list[str], max_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -71,18 +55,17 @@ def body(prompts: str | list[str], max_tokens: int, **fields: Any) -> dict[str, 
     }
 
 
-async def stream(http: httpx.AsyncClient, num_tokens: int, max_tokens: int, salt: int, key: str = KEYS[0]) -> Streamed:
-    """Read one streamed completion, and assert that it is complete."""
-    sent, times, text = time.monotonic(), list[float](), ""
-    fields = body(prompt(num_tokens, salt), max_tokens, stream=True)
-    async with http.stream("POST", "/v1/completions", json=fields, headers=_auth(key)) as response:
-        assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                text += json.loads(line[6:])["choices"][0]["text"]
-                times.append(time.monotonic())
-    assert times, "the stream was empty"
-    return Streamed(text, sent, times)
+def stream_body(num_tokens: int, max_tokens: int, salt: int) -> dict[str, Any]:
+    return body(prompt(num_tokens, salt), max_tokens, stream=True)
+
+
+VICTIM = stream_body(40, 60, salt=1)
+
+
+async def stream(http: httpx.AsyncClient, num_tokens: int, max_tokens: int, salt: int) -> Streamed:
+    """Read one stream of the first key."""
+    http.headers.update(_auth(KEYS[0]))
+    return await read_stream(http, stream_body(num_tokens, max_tokens, salt))
 
 
 def _auth(key: str) -> dict[str, str]:
@@ -133,7 +116,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=POLICIES)
-def server(request: pytest.FixtureRequest, model: Path) -> Iterator[ChaosServer]:
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(policy: str, model: Path) -> Iterator[ChaosServer]:
     options = (
         str(model),
         "--served-model-name",
@@ -143,13 +131,13 @@ def server(request: pytest.FixtureRequest, model: Path) -> Iterator[ChaosServer]
         "--api-key",
         ",".join(KEYS),
         "--scheduling-policy",
-        request.param,
+        policy,
         "--max-step-seconds",
         str(STEP_SECONDS),
         "--keyless-paths",
         "/livez,/readyz,/metrics",
     )
-    started = ChaosServer(model.parent / f"log-{request.param}", *options)
+    started = ChaosServer(model.parent / f"log-{policy}", *options)
     try:
         asyncio.run(warm_up(started.ready().url))
         yield started
@@ -158,26 +146,27 @@ def server(request: pytest.FixtureRequest, model: Path) -> Iterator[ChaosServer]
         started.end()
 
 
-async def test_a_stream_goes_on_beside_one_request_of_many_long_prompts(server: ChaosServer) -> None:
-    async with client(server.url) as http:
-        alone = await stream(http, 40, 60, salt=1)
-        victim = asyncio.create_task(stream(http, 40, 60, salt=1))
-        attack = asyncio.create_task(many_prompts(http, 6, 3000, KEYS[1]))
-        ended: list[float] = []
-        attack.add_done_callback(lambda _: ended.append(time.monotonic()))
-        loaded, _ = await asyncio.gather(victim, attack)
-        assert loaded.times[1] < ended[0], "the stream waited for all the prompts"
-    assert loaded.text == alone.text
-    print(f"one request of 6 x 3000 tokens: longest gap {loaded.longest_gap:.2f} s ({alone.longest_gap:.2f} s alone)")
+@pytest.mark.attack_table
+async def test_a_stream_goes_on_beside_one_request_of_many_long_prompts(
+    server: ChaosServer, policy: str, attack_table: AttackTable
+) -> None:
+    alone = await watch(server, VICTIM, KEYS[0])
+    async with client(server.url) as http, watching(server, VICTIM, KEYS[0]) as seen:
+        began = time.monotonic()
+        await many_prompts(http, 4, 3000, KEYS[1])
+        ended = time.monotonic()
+    assert seen.streams[0].times[1] < ended, "the stream waited for all the prompts"
+    attack_table.add(3, f"one request of 4 x 3000 tokens, {policy}", f"answered in {ended - began:.1f} s", alone, seen)
 
 
-async def test_a_stream_goes_on_beside_clients_that_loop_long_prompts(server: ChaosServer) -> None:
-    async with client(server.url) as http:
-        alone = await stream(http, 40, 60, salt=1)
-        async with looping(http, 3, 3900, 1, KEYS[1:]):
-            loaded = await stream(http, 40, 60, salt=1)
-    assert loaded.text == alone.text
-    print(f"three clients of 3900 tokens: longest gap {loaded.longest_gap:.2f} s ({alone.longest_gap:.2f} s alone)")
+@pytest.mark.attack_table
+async def test_a_stream_goes_on_beside_clients_that_loop_long_prompts(
+    server: ChaosServer, policy: str, attack_table: AttackTable
+) -> None:
+    alone = await watch(server, VICTIM, KEYS[0])
+    async with client(server.url) as http, looping(http, 3, 3900, 1, KEYS[1:]):
+        seen = await watch(server, VICTIM, KEYS[0], LOOPED_SECONDS)
+    attack_table.add(3, f"three clients that loop 3900 tokens, {policy}", "", alone, seen)
 
 
 async def test_a_light_owner_starts_soon_beside_heavy_ones(server: ChaosServer) -> None:

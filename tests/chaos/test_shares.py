@@ -12,7 +12,8 @@ import pytest
 from benchmarks.checkpoints import write
 from tests.chaos.heavy_loads import LOADS, FairShare, prompt, sent_to
 from tests.chaos.test_fairness import SHAPE
-from tests.chaos.test_owners import HEAVY, VICTIM, Owners, Stream, attack, stream
+from tests.chaos.test_owners import HEAVY, VICTIM, Owners, attack
+from tests.chaos.victim import Streamed, read_stream
 from tests.e2e.kaon_server import MODEL
 
 # Its figures need a machine of its own; unit and end-to-end tests assert the same in `make test`.
@@ -85,11 +86,13 @@ async def test_a_light_key_is_served_next_to_ten_heavy_ones(light_and_heavy: Own
         await asyncio.sleep(PAUSE_SECONDS)
         # Answers to such prompts begin with special tokens: without their text no event would have the first token.
         text = prompt(PROMPT_WORDS, next(numbers))
-        return (await stream(light, {**VICTIM, "prompt": text, "max_tokens": 5, "skip_special_tokens": False})).ttft
+        return (
+            await read_stream(light, {**VICTIM, "prompt": text, "max_tokens": 5, "skip_special_tokens": False})
+        ).ttft
 
     async def share_of_long_streams(competitors: int) -> FairShare:
         body = {**VICTIM, "max_tokens": 3000}
-        work = [stream(light, {**body, "prompt": prompt(PROMPT_WORDS, next(numbers))}) for _ in range(STREAMS)]
+        work = [read_stream(light, {**body, "prompt": prompt(PROMPT_WORDS, next(numbers))}) for _ in range(STREAMS)]
         async with attack(*(ended(each) for each in work)):
             await asyncio.sleep(1)
             before, begin = server.metrics(), time.monotonic()
@@ -97,7 +100,7 @@ async def test_a_light_key_is_served_next_to_ten_heavy_ones(light_and_heavy: Own
             after, seconds = server.metrics(), time.monotonic() - begin
         return FairShare.between(before, after, "light", streams=STREAMS, owners=1 + competitors, seconds=seconds)
 
-    async def ended(work: Coroutine[Any, Any, Stream]) -> None:
+    async def ended(work: Coroutine[Any, Any, Streamed]) -> None:
         await work
 
     async def next_to(name: str, loads: tuple[str, ...], requests: int) -> None:
