@@ -33,8 +33,9 @@ _log = logging.getLogger(__name__)
 
 Rendered = TypeVar("Rendered")
 
-MAX_PROMPT_LOGPROBS = 2**22
-"""Most log probabilities of prompts in one answer: a few hundred megabytes of text."""
+MAX_PROMPT_LOGPROBS, _MAX_OF_SEVERAL = 2**22, 2**20
+"""Most log probabilities of prompts in one answer, and in one of several prompts or choices: 88 and 22 MB of text, or
+more. The interpreter's lock is held while a text is joined: clients of several can ask for fewer at a time."""
 
 _MANY_LOGPROBS = 4096
 """More log probabilities are rendered in a thread, so that other streams continue meanwhile."""
@@ -66,10 +67,12 @@ class Generation:
         self._num_choices = best_of or n
         self._num_answered = n
         num_logprobs = n * sum(_num_prompt_logprobs(first.request) for first in sequences[:: self._num_choices])
-        if num_logprobs > MAX_PROMPT_LOGPROBS:
+        most = MAX_PROMPT_LOGPROBS if len(sequences) == 1 else _MAX_OF_SEVERAL
+        if num_logprobs > most:
             raise BadRequest(
                 f"the prompts have {num_logprobs} log probabilities to report, of each token and its alternatives for "
-                f"each choice; a request may ask for at most {MAX_PROMPT_LOGPROBS}",
+                f"each choice; a request may ask for at most {most} ({MAX_PROMPT_LOGPROBS} for one choice of one "
+                "prompt); send fewer prompts, choices or alternatives at a time",
                 param="logprobs",
             )
         params = sequences[0].request.sampling_params
