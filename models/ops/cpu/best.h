@@ -50,11 +50,7 @@ INLINE bits lower_of(bits a, bits b) {
 }
 
 INLINE int any_below(bits v, uint32_t limit) {
-    uint64_t words[LANES / 2], any = 0;
-    v = (bits)(v < limit);
-    memcpy(words, &v, sizeof v);
-    for (int i = 0; i < LANES / 2; i++) any |= words[i];
-    return any != 0;
+    return any_bits((bits)(v < limit)) != 0;
 }
 
 INLINE bits load_keys(const uint32_t *keys) {

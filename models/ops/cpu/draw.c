@@ -238,23 +238,30 @@ float weigh_token(const struct kept *kept, int64_t token, double *sum) {
 
 #define UNCERTAIN 1e-5 /* relative error of sums of float32, and more */
 
+/* Adds the weights of up to WEIGHED tokens, and of those of them before one token in order. */
+INLINE void add_weights(const float *logits, int64_t count, struct scaling by, integers key, int32_t after,
+                        double *total, double *before) {
+    vector some = {0}, better = {0};
+    for (int64_t i = 0; i < count; i += LANES) {
+        integers ids = (int32_t)i + (integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        vector scaled = scaled_of(load_filled(logits + i, count - i), by), weight = exp_below_0(scaled);
+        integers keys = (integers)keys_of_scaled(scaled);
+        /* Of equal tokens, those with lower ids are before it. */
+        some += weight, better += choose(keys - (ids >= after) <= key, weight, all(0));
+    }
+    *total += sum_of(some), *before += sum_of(better);
+}
+
 CLONES enum verdict compare(const struct draw *op, int64_t which, int64_t token, double number) {
     if (op->top_k[which] < op->width || op->min_p[which] > 0) return UNKNOWN;
     const float *logits = op->logits + op->rows[which] * op->stride;
     struct scaling by = scaling_of(op, which);
     integers key = (integers)keys_of_scaled(scaled_of(all(logits[token]), by));
     double total = 0, before = 0;
-    for (int64_t block = 0; block < op->width; block += WEIGHED) {
-        vector some = {0}, better = {0};
-        for (int64_t i = block; i < min64(op->width, block + WEIGHED); i += LANES) {
-            integers ids = (int32_t)i + (integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-            vector scaled = scaled_of(load_filled(logits + i, op->width - i), by), weight = exp_below_0(scaled);
-            integers keys = (integers)keys_of_scaled(scaled);
-            /* Of equal tokens, those with lower ids are before it. */
-            some += weight, better += choose(keys - (ids >= (int32_t)token) <= key, weight, all(0));
-        }
-        total += sum_of(some), before += sum_of(better);
-    }
+    int64_t past = op->width / WEIGHED * WEIGHED;
+    for (int64_t i = 0; i < past; i += WEIGHED)
+        add_weights(logits + i, WEIGHED, by, key, (int32_t)(token - i), &total, &before);
+    add_weights(logits + past, op->width - past, by, key, (int32_t)(token - past), &total, &before);
     /* The mass of the prefix is what top-p needs, and at most the weight of its last token more, which is no more than
      * this token's. */
     double weight = exp_below_0(scaled_of(all(logits[token]), by))[0], needed = op->top_p[which] * total;

@@ -63,7 +63,17 @@ static inline float value_of(uint32_t key) {
 }
 
 typedef int32_t eight_integers __attribute__((vector_size(32)));
-typedef int64_t eight_longs __attribute__((vector_size(64)));
+
+/* A mask of 64 bits a lane. */
+INLINE words widened(eight_integers mask) {
+#if __GNUC__ >= 12 || defined __clang__
+    /* GCC converts halves of the vector, which takes four instructions in place of one. */
+    return (words)__builtin_shufflevector(mask, mask, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+#else
+    typedef int64_t eight_longs __attribute__((vector_size(64)));
+    return (words)__builtin_convertvector(mask, eight_longs);
+#endif
+}
 
 /* Tokens with a key of at most `most`. Keys are less than 2^31. */
 CLONES static struct tally tally_up_to(const struct tokens *tokens, uint32_t most) {
@@ -78,7 +88,7 @@ CLONES static struct tally tally_up_to(const struct tokens *tokens, uint32_t mos
         for (int half = 0; half < 2; half++) {
             is_some[half] = keys[half] <= (int32_t)most;
             number -= is_some[half];
-            weights[half] &= (words)__builtin_convertvector(is_some[half], eight_longs);
+            weights[half] &= widened(is_some[half]);
         }
         even += (doubles)weights[0], odd += (doubles)weights[1];
     }
@@ -95,9 +105,12 @@ CLONES static void gather(const struct tokens *from, uint32_t lowest, uint32_t h
     for (int64_t first = 0; first < from->count; first += LANES) {
         int64_t past = min64(from->count, first + LANES);
         if (past == first + LANES && !any_below(load_keys(from->keys + first) - lowest - 1, highest - lowest)) continue;
-        for (int64_t i = first; i < past; i++)
-            if (from->keys[i] - lowest - 1 < highest - lowest)
-                to->keys[count] = from->keys[i], to->weights[count] = from->weights[i], count++;
+        for (int64_t i = first; i < past; i++) {
+            /* Without a branch, which would be unpredictable; the next token overwrites one that is not selected. */
+            uint32_t key = from->keys[i];
+            to->keys[count] = key, to->weights[count] = from->weights[i];
+            count += key - lowest - 1 < highest - lowest;
+        }
     }
     to->count = count;
 }
@@ -251,7 +264,7 @@ CLONES double weigh_whole(const struct whole *row, uint64_t last_entry, float *w
         words some;
         memcpy(&keys, row->all.keys + i, sizeof keys);
         memcpy(&some, row->all.weights + i, sizeof some);
-        some &= (words)__builtin_convertvector(keys - (ids >= (int32_t)past) <= most, eight_longs);
+        some &= widened(keys - (ids >= (int32_t)past) <= most);
         if (i + OF_DOUBLES <= width) {
             sums += (doubles)some;
             eight kept = __builtin_convertvector((doubles)some, eight);

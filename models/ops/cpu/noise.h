@@ -85,10 +85,7 @@ INLINE vector bounds_of(vector gaps, uint32_t first, struct noise by, float temp
 INLINE int any_above(const vector *bounds, int count, float limit) {
     bits above = (bits)(limit - bounds[0]);
     for (int i = 1; i < count; i++) above |= (bits)(limit - bounds[i]);
-    uint64_t words[LANES / 2], any = 0;
-    memcpy(words, &above, sizeof above);
-    for (int i = 0; i < LANES / 2; i++) any |= words[i];
-    return (any & 0x8000000080000000) != 0;
+    return (any_bits(above) & 0x8000000080000000) != 0;
 }
 
 #endif

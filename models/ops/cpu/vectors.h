@@ -35,6 +35,19 @@ INLINE vector load(const float *from) {
 
 INLINE void store(float *to, vector v) { memcpy(to, &v, sizeof v); }
 
+/* All lanes' bits, two lanes in one word. Halves are combined first, which takes fewer instructions than lane by lane. */
+INLINE uint64_t any_bits(bits v) {
+    typedef uint64_t four __attribute__((vector_size(32)));
+    typedef uint64_t two __attribute__((vector_size(16)));
+    four parts_of[2];
+    two quarters[2];
+    memcpy(parts_of, &v, sizeof v);
+    parts_of[0] |= parts_of[1];
+    memcpy(quarters, parts_of, sizeof quarters);
+    two last = quarters[0] | quarters[1];
+    return last[0] | last[1];
+}
+
 INLINE vector load_bf16(const bf16 *from) {
     halves v;
     memcpy(&v, from, sizeof v);
