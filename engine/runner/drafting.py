@@ -13,9 +13,7 @@ these states are computed and older entries are skipped. Skipped entries lower t
 the output tokens.
 """
 
-import ctypes
 import dataclasses
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,6 +25,7 @@ from engine.runner.device import Download, Downloads, Uploads
 from engine.runner.device_batch import DeviceBatch, DeviceInputs, mapped
 from engine.runner.draft_passes import DraftPasses
 from engine.runner.draft_passes import Ints as _Ints
+from engine.runner.draft_states import Entries, StoredStates
 from engine.runner.input_batch import DraftSpan, InputBatch, StepInputs, StepRows
 from engine.runner.loaded_model import LoadedModel
 from engine.sampling.parameters import Later, Proposals
@@ -39,8 +38,6 @@ from models.ops.counter_rng import DRAFT, SAMPLE
 from models.ops.cpu.draft_chain import MOST_ROUNDS, DraftingRows, Rounds, Verified, VerifyingRows
 from models.ops.cpu.structures import Step
 
-_MAX_WAITING = 8
-"""The most entries of a row that did not draft which are computed when it drafts again."""
 _SKIPPED = -1
 """Value of a slot's entry count: the entries before the slot's next step are skipped."""
 _ON_DEVICE = -2
@@ -80,42 +77,6 @@ class DeviceDrafts(NamedTuple):
     """The same drafts with the distributions that rejection sampling needs."""
     on_host: _Ints = _NO_SLOTS
     """`token_ids` flattened, once the host has read them."""
-
-
-class _Pass(NamedTuple):
-    """Entries `[begins, ends)` of some slots. # each [rows]"""
-
-    slots: _Ints
-    begins: _Ints
-    ends: _Ints
-
-
-def _rows_of(states: torch.Tensor, rows: _Ints) -> torch.Tensor:
-    """A copy of the chosen rows. # [T, features], [rows] -> [rows, features]
-
-    On a CPU, NumPy copies: torch would copy a prompt's states on its own threads, which then busy-wait on cores that
-    the CPU operators use.
-    """
-    if states.device.type != "cpu":
-        return states[torch.from_numpy(rows).to(states.device)]
-    return torch.from_numpy(states.view(torch.uint8).numpy()[rows]).view(states.dtype)
-
-
-def _copy(states: torch.Tensor) -> torch.Tensor | npt.NDArray[np.uint8]:
-    """A copy of all rows; on a CPU, bytes that are copied without torch, see `_rows_of`. # [T, features]"""
-    if states.device.type != "cpu" or not states.is_contiguous():
-        return states.clone()
-    copied = np.empty(states.numel() * states.itemsize, dtype=np.uint8)
-    ctypes.memmove(copied.ctypes.data, states.data_ptr(), copied.nbytes)
-    return copied
-
-
-def _write_rows(to: torch.Tensor, rows: _Ints, states: torch.Tensor) -> None:
-    """Write states to some rows of `to`. # [R, features], [n], [n, features]"""
-    if to.device.type != "cpu":
-        to[torch.from_numpy(rows).to(to.device)] = states
-    else:
-        to.view(torch.uint8).numpy()[rows] = states.view(torch.uint8).numpy()
 
 
 def _fill(drafts: list[list[int]], rows: _Ints, found: _Ints, counts: _Ints) -> None:
@@ -160,14 +121,10 @@ class ModelDrafter:
         """Positions of each slot that had blocks when `draft_on_device` computed its entries."""
         self._num_guessed = np.zeros(num_slots, dtype=np.int64)
         """Number of entries of drafts that follow the computed ones; they are valid if the drafts are accepted."""
-        self._waiting: torch.Tensor | None = None  # [num_slots * _MAX_WAITING, features]
-        """The target's hidden states of entries not computed yet, each at its position modulo `_MAX_WAITING`."""
-        self._idle_steps: deque[tuple[_Ints, _Ints, torch.Tensor | npt.NDArray[np.uint8]]] = deque()
-        """Slots, positions and hidden states (from `_copy`) of the latest consecutive steps in which no row drafted;
-        at most `_MAX_WAITING` steps."""
+        self._states = StoredStates(num_slots)
+        """The target's hidden states of entries that are not computed yet."""
         self.has_caught_up = False
         """Whether the last `draft` also computed postponed entries or entries of prompts, and so took longer."""
-        self._num_slots = num_slots
         self._by_rejection = by_rejection
         self._sampled: dict[int, _Sampled] = {}
         """Drafts that were sampled at random, by slot."""
@@ -205,13 +162,13 @@ class ModelDrafter:
         slots, firsts, computed, is_sampled = self._computed(inputs)
         self._forget_sampled(slots)
         self._begin(slots, firsts, starting)
-        self._end_idle_steps()
+        self._states.end_idle_steps()
         num_drafts, ends = self._drafts_with_room(slots, computed, is_sampled, wanted)
         done = self._num_done[slots]
         # Entries of accepted drafts stay valid, since their tokens are the same; the last token is never a draft.
         done = np.minimum(done + self._num_guessed[slots], np.maximum(done, computed))
         if self.reads_hidden:
-            done = np.maximum(done, firsts - _MAX_WAITING)
+            done = np.maximum(done, firsts - self._states.most)
         is_prompt = np.arange(len(slots)) >= num_decodes
         is_due = (num_drafts > 0) | (is_prompt & (wanted > 0))
         # As in `verify`, a row without missing entries stays up to date while the drafter runs for other rows.
@@ -224,11 +181,12 @@ class ModelDrafter:
         self.has_caught_up = bool(is_prompt.any() or (done < firsts)[due].any())
         if self.reads_hidden:
             assert hidden is not None
-            self._store_waiting_states(hidden, inputs, np.flatnonzero(~is_due & (done < ends)), done, ends, firsts)
+            postponed = np.flatnonzero(~is_due & (done < ends))
+            self._states.store(hidden, inputs, postponed, np.maximum(done, firsts)[postponed], ends[postponed])
         drafts: list[list[int]] = [[] for _ in range(len(slots))]
         if not len(due):
             return drafts
-        first = _Pass(slots[due], done[due], ends[due])
+        first = Entries(slots[due], done[due], ends[due])
         self._num_done[slots[due]] = ends[due]
         drafting = np.flatnonzero(num_drafts[due] > 0)
         if self._can_choose(inputs, is_greedy=is_greedy) and self._draft_at_once(
@@ -273,7 +231,7 @@ class ModelDrafter:
             rounds = None
         if inputs.states is not None or not chain.holds(len(slots), len(slots) * (1 + int(wanted.max()))):
             rounds = None
-        self._end_idle_steps()
+        self._states.end_idle_steps()
         rows = VerifyingRows(
             lengths=inputs.query_lens, wanted=wanted, num_blocks=self._input_batch.num_blocks(slots), slots=slots
         )
@@ -291,7 +249,7 @@ class ModelDrafter:
         wanted, slots = batch.num_next_drafts, batch.slots
         if not self._has_plain_positions or not isinstance(self._passes.backend, GPUAttentionBackend):
             return False
-        if self._has_skipped or self._idle_steps:
+        if self._has_skipped or self._states.has_idle_steps:
             return False
         if batch.total_seqs_num_decode < len(slots):
             return False
@@ -422,9 +380,9 @@ class ModelDrafter:
         ends = self._input_batch.num_read(slots) - 1
         if not is_current.all():
             firsts, waiting = inputs.seq_lens - inputs.query_lens, np.flatnonzero(~is_current)
-            done = np.maximum(self._num_done[slots], firsts - _MAX_WAITING)
+            done = np.maximum(self._num_done[slots], firsts - self._states.most)
             self._num_done[slots[waiting]] = done[waiting]
-            self._store_waiting_states(verified.hidden, inputs, waiting, done, ends, firsts)
+            self._states.store(verified.hidden, inputs, waiting, np.maximum(done, firsts)[waiting], ends[waiting])
         self._num_done[slots[is_current]] = ends[is_current]
         self.has_caught_up = False
         drafts: list[list[int]] = [[] for _ in range(len(slots))]
@@ -469,17 +427,7 @@ class ModelDrafter:
         if not self.reads_hidden:
             return True
         assert hidden is not None
-        self._room_to_wait(hidden)
-        if len(self._idle_steps) == _MAX_WAITING:
-            # An interposed step is not in the count of steps that the plan made, so one more may arrive.
-            self._end_idle_step()
-        if len(hidden) == len(slots):
-            self._idle_steps.append((slots, inputs.positions, _copy(hidden)))
-            return True
-        counts = np.minimum(inputs.query_lens, _MAX_WAITING)
-        stops = np.cumsum(counts)
-        at = np.arange(int(stops[-1])) + np.repeat(np.cumsum(inputs.query_lens) - stops, counts)
-        self._idle_steps.append((np.repeat(slots, counts), inputs.positions[at], _rows_of(hidden, at)))
+        self._states.store_idle_step(hidden, inputs)
         return True
 
     def skip(self, inputs: StepInputs, starting: _Ints) -> None:
@@ -501,33 +449,11 @@ class ModelDrafter:
         if self._has_skipped:
             self._has_skipped = False
             self._num_done.fill(_SKIPPED)
-            self._idle_steps.clear()
+            self._states.drop_idle_steps()
+        self._num_done[starting] = _SKIPPED
         is_new = self._num_done[slots] == _SKIPPED
-        if len(starting):
-            is_new |= np.isin(slots, starting)
         if is_new.any():
             self._num_done[slots[is_new]], self._num_guessed[slots[is_new]] = firsts[is_new], 0
-
-    def _end_idle_steps(self) -> None:
-        """Move the hidden states of idle steps to the buffer of postponed entries."""
-        while self._idle_steps:
-            self._end_idle_step()
-
-    def _end_idle_step(self) -> None:
-        slots, positions, states = self._idle_steps.popleft()
-        room = self._waiting
-        assert room is not None, "`wait` makes room"
-        where = slots * _MAX_WAITING + positions % _MAX_WAITING
-        if isinstance(states, torch.Tensor):
-            _write_rows(room, where, states)
-        else:
-            room.view(torch.uint8).numpy()[where] = states.reshape(len(slots), -1)
-
-    def _room_to_wait(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The buffer of hidden states of postponed entries. # [num_slots * _MAX_WAITING, features]"""
-        if self._waiting is None:
-            self._waiting = hidden.new_empty(self._num_slots * _MAX_WAITING, hidden.shape[1])
-        return self._waiting
 
     # Steps of one call
 
@@ -559,7 +485,7 @@ class ModelDrafter:
                 self._sampled.pop(slot, None)
 
     def _first_pass(
-        self, entries: _Pass, hidden: torch.Tensor | None, inputs: StepInputs, firsts: _Ints, rows: _Ints
+        self, entries: Entries, hidden: torch.Tensor | None, inputs: StepInputs, firsts: _Ints, rows: _Ints
     ) -> torch.Tensor:
         """Run the first pass. Returns the drafter's output for each slot's last entry. # [rows, hidden_size]"""
         last: list[torch.Tensor] = []
@@ -567,7 +493,7 @@ class ModelDrafter:
             states = None
             if self.reads_hidden:
                 assert hidden is not None
-                states = self._states(part, hidden, inputs, firsts[chosen], rows[chosen])
+                states = self._states.of_entries(part, hidden, inputs, firsts[chosen], rows[chosen])
             if part is entries and (output := self._replayed(part, states, is_first=True)) is not None:
                 return output
             span = self._input_batch.draft_span(*part, self._token_offset)
@@ -579,7 +505,7 @@ class ModelDrafter:
         return last[0] if len(last) == 1 else torch.cat(last)
 
     def _replayed(
-        self, entries: _Pass, states: torch.Tensor | None, tokens: torch.Tensor | None = None, *, is_first: bool
+        self, entries: Entries, states: torch.Tensor | None, tokens: torch.Tensor | None = None, *, is_first: bool
     ) -> torch.Tensor | None:
         """Run a pass by a captured graph, with the `states` of all entries; None if no graph fits the pass.
 
@@ -598,7 +524,7 @@ class ModelDrafter:
 
     def _draft_at_once(
         self,
-        entries: _Pass,
+        entries: Entries,
         hidden: torch.Tensor | None,
         inputs: StepInputs,
         firsts: _Ints,
@@ -627,7 +553,7 @@ class ModelDrafter:
         states = None
         if self.reads_hidden:
             assert hidden is not None
-            states = self._states(entries, hidden, inputs, firsts, rows)
+            states = self._states.of_entries(entries, hidden, inputs, firsts, rows)
         span = self._input_batch.draft_span(slots, begins, ends, self._token_offset, num_more=most)
         metadata = self._passes.prepare(span, lengths, ends)
         assert metadata.step is not None, "recorded passes run where the operators read the step"
@@ -651,7 +577,7 @@ class ModelDrafter:
             self._num_guessed[slots[drafting]] = np.minimum(counts - 1, num_valid)
         return True
 
-    def _split_passes(self, entries: _Pass) -> Iterator[tuple[_Ints, _Pass]]:
+    def _split_passes(self, entries: Entries) -> Iterator[tuple[_Ints, Entries]]:
         """Split entries into passes of at most `max_num_batched_tokens`, each with its rows."""
         slots, begins, ends = entries
         counts = ends - begins
@@ -665,7 +591,7 @@ class ModelDrafter:
             low = np.clip(start - (stops - counts), 0, counts)
             high = np.clip(start + self._passes.max_tokens - (stops - counts), 0, counts)
             chosen = np.flatnonzero(high > low)
-            yield chosen, _Pass(slots[chosen], (begins + low)[chosen], (begins + high)[chosen])
+            yield chosen, Entries(slots[chosen], (begins + low)[chosen], (begins + high)[chosen])
 
     def _draft_following(
         self,
@@ -714,7 +640,7 @@ class ModelDrafter:
                 span = None
             begins = ends + depth
             states = state if self.reads_hidden else None
-            replayed = self._replayed(_Pass(slots, begins, begins + 1), states, tokens, is_first=False)
+            replayed = self._replayed(Entries(slots, begins, begins + 1), states, tokens, is_first=False)
             if replayed is not None:
                 state = replayed
                 continue
@@ -841,43 +767,3 @@ class ModelDrafter:
         if parallel.size == 1 or not len(token_ids):
             return token_ids
         return parallel.broadcast(torch.tensor(token_ids, device=self._loaded.device)).cpu().numpy()
-
-    # Hidden states of the target
-
-    def _states(
-        self, entries: _Pass, hidden: torch.Tensor, inputs: StepInputs, firsts: _Ints, rows: _Ints
-    ) -> torch.Tensor:
-        """The hidden states of entries, from this step or stored from earlier ones. # [entries, features]"""
-        slots, begins, ends = entries
-        counts = ends - begins
-        stops = np.cumsum(counts)
-        total = int(stops[-1])
-        positions = np.arange(total) + np.repeat(ends - stops, counts)
-        # The state of position p lies as far before its row's end in the step as p is before the sequence's end.
-        row_ends = np.cumsum(inputs.query_lens)[rows]
-        at = positions + np.repeat(row_ends - inputs.seq_lens[rows], counts)
-        waits = positions < np.repeat(firsts, counts)
-        if not waits.any():
-            if total == len(hidden) and at[0] == 0 and (np.diff(at) == 1).all():
-                return hidden
-            return _rows_of(hidden, at)
-        assert self._waiting is not None
-        states = hidden.new_empty(total, hidden.shape[1])
-        _write_rows(states, np.flatnonzero(~waits), _rows_of(hidden, at[~waits]))
-        where = (np.repeat(slots, counts) * _MAX_WAITING + positions % _MAX_WAITING)[waits]
-        _write_rows(states, np.flatnonzero(waits), _rows_of(self._waiting, where))
-        return states
-
-    def _store_waiting_states(
-        self, hidden: torch.Tensor, inputs: StepInputs, rows: _Ints, done: _Ints, ends: _Ints, firsts: _Ints
-    ) -> None:
-        """Store this step's hidden states of rows whose entries are postponed."""
-        if not len(rows):
-            return
-        begins = np.maximum(np.maximum(done, firsts), ends - _MAX_WAITING)[rows]
-        counts = ends[rows] - begins
-        stops = np.cumsum(counts)
-        positions = np.arange(int(stops[-1])) + np.repeat(ends[rows] - stops, counts)
-        at = positions + np.repeat((np.cumsum(inputs.query_lens) - inputs.seq_lens)[rows], counts)
-        where = np.repeat(inputs.slots[rows], counts) * _MAX_WAITING + positions % _MAX_WAITING
-        _write_rows(self._room_to_wait(hidden), where, _rows_of(hidden, at))

@@ -79,6 +79,6 @@ def test_a_head_that_returns_nan_from_some_token_on_changes_no_answer(tmp_path: 
     with LLMEngine(**SIZES, **head) as engine:
         outputs = engine.generate(PROMPTS[:1], PARAMS[:1], use_tqdm=False)
         assert outputs[0]["token_ids"] == answer
-        assert num_accepted(engine) > 10
+        assert num_accepted(engine) > 0, "before the head returned NaN"
         outputs = engine.generate(PROMPTS, PARAMS, use_tqdm=False)
         assert [output["token_ids"] for output in outputs] == expected()

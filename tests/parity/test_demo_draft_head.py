@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler
-from engine.runner import build, drafting
+from engine.runner import build, draft_states
 from engine.runner.drafting import ModelDrafter
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
@@ -111,7 +111,7 @@ def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
 
     After a pause no entry may be missing: its memory would then contain entries of earlier rows, which differ.
     """
-    monkeypatch.setattr(drafting, "_MAX_WAITING", 64)
+    monkeypatch.setattr(draft_states, "_MAX_STORED", 64)
     speculative = {"num_speculative_tokens": 4, "speculative_method": "eagle"}
     if by == "another":
         speculative |= {"speculative_method": "draft", "speculative_model": str(CHECKPOINT_DIR)}
@@ -206,7 +206,7 @@ def test_a_step_that_cannot_have_further_rounds_prepares_none(wait: int, monkeyp
 
     The rows that draft at once end before the others draft, so that a further round would have fewer tokens.
     """
-    monkeypatch.setattr(drafting, "_MAX_WAITING", 64)
+    monkeypatch.setattr(draft_states, "_MAX_STORED", 64)
     lengths = (16 if wait else MOST_TOKENS, MOST_TOKENS)
     params = tuple(SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths)
     seqs = [questions(params)[: 8 if wait else 12] for _ in range(2)]
