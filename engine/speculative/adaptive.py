@@ -285,7 +285,11 @@ class DraftGate:
         self.needs_plain_steps = True
         """Whether plain steps of this size have no pace yet, so that each one is to be measured."""
         self._paces: dict[int, tuple[_Pace, _Pace]] = {}
-        """Paces with drafts and without, by the exponent of the next power of two of the mean number of rows."""
+        """Paces with drafts and without, by the exponent of the next power of two of the mean number of rows.
+
+        That with drafts is relative to the latest one without: the expected durations of plain steps, to which all
+        paces refer, change with each measurement, for a new server by half and more.
+        """
         self._tried: set[int] = set()
         """The keys of `_paces` for which drafts were tried."""
         self._debt = -_CREDIT
@@ -355,10 +359,7 @@ class DraftGate:
 
     def _has_lost(self, size: int) -> bool:
         """Whether drafts lost in the last blocks with them of a smaller size."""
-        return any(
-            other < size and 0.0 < with_drafts.value < without.value
-            for other, (with_drafts, without) in self._paces.items()
-        )
+        return any(other < size and 0.0 < with_drafts.value < 1.0 for other, (with_drafts, _) in self._paces.items())
 
     def _lost(self, without: _Pace) -> float:
         """Seconds that the block has lost by drafts; below 0 it has gained."""
@@ -374,14 +375,14 @@ class DraftGate:
         if self.is_open:
             self._num_open_blocks += 1
             if without.value:
-                with_drafts.add(block.plain, block.seconds, _WITH_REMEMBERED)
+                with_drafts.add(block.plain / without.value, block.seconds, _WITH_REMEMBERED)
                 self._owe(self._lost(without))
         else:
             self._num_open_blocks = 0
             self._plain_size = size
             without.add(block.plain, block.seconds, _WITHOUT_REMEMBERED)
-        pace = with_drafts.value / without.value if without.value else 0.0
-        is_gaining = pace >= (_LEAST_PACE if self.is_open and not self.is_trying else _OPENING_PACE)
+        least = _LEAST_PACE if self.is_open and not self.is_trying else _OPENING_PACE
+        is_gaining = with_drafts.value >= least
         if self.is_open:
             most = min(_BLOCKS_PER_CHECK, _FIRST_BLOCKS_PER_CHECK * without.count)
             self.is_open = is_gaining and self._num_open_blocks < most

@@ -357,6 +357,19 @@ def test_tries_that_lose_take_less_than_two_percent() -> None:
     assert 2 < sum(opened) < 0.03 * len(opened), "each loses about an eighth of a block's time"
 
 
+def test_a_lost_try_does_not_seem_to_have_gained_when_plain_steps_are_expected_to_be_shorter() -> None:
+    """A new server expects plain steps to take 1.6 ms that take 1 ms, and learns it after its first try."""
+    gate = DraftGate()
+    blocks, opened = 0, 0
+    while blocks < 100:
+        seconds = 0.0011 if gate.is_open else 0.001
+        was_open = gate.is_open and not gate.is_trying
+        gate.note(8, seconds, 0.0016 if blocks < 3 else 0.001)
+        blocks += not gate._num_steps
+        opened += was_open and blocks > 1
+    assert not opened
+
+
 def test_a_size_that_was_never_tried_does_not_wait_for_what_others_lost() -> None:
     gate = DraftGate()
     run_gate(gate, 3, 4.0, rows=32)
