@@ -18,9 +18,12 @@ LEAVES = (
     "kvcache/block_manager.py",
     "engine/sampling/parameters.py",
     "engine/core/waiting_queue.py",
+    "engine/core/sequence_pool.py",
+    "engine/core/submitted_steps.py",
     "engine/speculative/drafts.py",
 )
-"""They read token ids and parameters for their caller, keep sequences in order, and limit their drafts."""
+"""They read token ids and parameters for their caller, keep sequences and what these hold, set the tokens that end
+them, and limit their drafts. Each returns to its caller, which passes the request on."""
 
 PROFILER = '''
 """Imported by each Python process at its start: after SIGUSR1, appends to a file the product files that get the
