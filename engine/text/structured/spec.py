@@ -129,16 +129,11 @@ def _regex_body(regex: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a Lark string that matches `text`."""
-    return '"' + "".join(map(_escaped, text)) + '"'
+    """Return a Lark string that matches `text`, which may have a megabyte in all choices of a request."""
+    return f'"{text.translate(_IN_STRING)}"'
 
 
-def _escaped(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    if character < " " or character == "\x7f":
-        return f"\\x{ord(character):02x}"
-    return character
+_IN_STRING = {code: f"\\x{code:02x}" for code in (*range(32), 127)} | {ord(each): f"\\{each}" for each in '"\\'}
 
 
 # The library's error messages as sentences for the client.
