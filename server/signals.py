@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -60,9 +61,10 @@ class Signals:
         finally:
             self._interrupts = False
 
-    def _end(self, number: int, frame: object) -> None:
+    def _end(self, number: int, frame: FrameType | None) -> None:
         self.endings.append(number)
-        if self._interrupts:
+        # Importlib deletes a module's lock in a callback `cb`, an exception in which is printed and has no effect.
+        if self._interrupts and (frame is None or frame.f_code.co_name != "cb"):
             self._interrupts = False
             raise KeyboardInterrupt
 
