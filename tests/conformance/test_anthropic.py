@@ -252,7 +252,7 @@ CHANGED = [
 @pytest.mark.parametrize(
     ("fields", "kind", "type"),
     [
-        ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"max_tokens": -1}, anthropic.BadRequestError, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, anthropic.BadRequestError, "invalid_request_error"),
         ({"messages": CHANGED}, anthropic.BadRequestError, "invalid_request_error"),
         ({"messages": LONG}, anthropic.BadRequestError, "invalid_request_error"),
@@ -292,6 +292,11 @@ def test_an_api_that_is_not_here_is_not_found(client: anthropic.Anthropic) -> No
     assert raised.value.type == "not_found_error"
 
 
+def test_no_tokens_only_cache_the_prompt(client: anthropic.Anthropic, model: str) -> None:
+    message = client.messages.create(model=model, max_tokens=0, messages=FRANCE)
+    assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
+
+
 def test_what_is_refused_is_not_tried_again(api_key: str, base_url: str, model: str) -> None:
     seen: list[Any] = []
     http = anthropic.DefaultHttpxClient(event_hooks={"request": [seen.append]})
@@ -300,5 +305,5 @@ def test_what_is_refused_is_not_tried_again(api_key: str, base_url: str, model: 
         anthropic.Anthropic(api_key=api_key, base_url=url, max_retries=3, http_client=http) as client,
         pytest.raises(anthropic.BadRequestError),
     ):
-        client.messages.create(model=model, max_tokens=0, messages=FRANCE)
+        client.messages.create(model=model, max_tokens=-1, messages=FRANCE)
     assert len(seen) == 1
