@@ -17,14 +17,14 @@ collect_ignore_glob = [] if _HAS_TRITON else ["test_triton_*.py"]
 
 
 def _limit_operators(name: str) -> None:
-    """Let tests use a library of instruction sets up to `name`, or none at all; called before they are imported."""
+    """Let tests use the best instruction set up to `name` only, or none at all; called before they are imported."""
     if name == "none":
         library.load_library = cache(lambda: None)
         return
     limit, loaded = library.INSTRUCTION_SETS.index(name), library.load_library()
     if loaded is not None:
-        loaded.available = tuple(isa for isa in loaded.available if isa <= limit)
-        loaded.isa = loaded.available[-1]
+        loaded.isa = max(isa for isa in loaded.available if isa <= limit)
+        loaded.available = (loaded.isa,)
 
 
 if "KAON_TEST_OPERATORS" in os.environ:
