@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 KINDS = [
     ("int4", 32, torch.float16),
     ("int4", 128, torch.bfloat16),
+    ("symmetric int4", 32, torch.float16),
     ("mxfp4", 32, torch.uint8),
     ("int8", 1 << 20, torch.float32),
     ("int8", 64, torch.float16),
@@ -44,6 +45,7 @@ def each_path(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def random_codes(kind: str, width: int, dtype: torch.dtype, rows: int, inputs: int) -> tuple[Codes, torch.Tensor]:
     """Codes of all values, and their dequantised weight, computed in float32."""
+    kind, is_symmetric = kind.removeprefix("symmetric "), kind.startswith("symmetric")
     groups = -(-inputs // width)
     scales = torch.rand(rows, groups).add(0.1).to(torch.float32 if dtype is torch.uint8 else dtype)
     zeros = None
@@ -53,6 +55,8 @@ def random_codes(kind: str, width: int, dtype: torch.dtype, rows: int, inputs: i
         scales, numbers = torch.exp2(exponents.float() - 127), torch.cat((q.E2M1, -q.E2M1))[codes.long()]
     elif kind == "int4":
         zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8)
+        if is_symmetric:
+            zeros[:] = 8
         numbers = codes.float() - zeros.float().repeat_interleave(width, 1)[:, :inputs]
     elif kind == "int8":
         codes = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8)
@@ -109,6 +113,23 @@ def test_products_are_those_of_the_weight_that_is_meant(kind: str, width: int, d
     for rows in (1, 2, 17, 100):
         assert torch.equal(ops.linear(most[:rows], coded, bias), found[:rows]), "a row does not depend on others"
     assert torch.equal(ops.dequantized(coded).memory, packed.memory)
+
+
+@pytest.mark.usefixtures("each_path")
+def test_zero_points_are_stored_where_the_first_rows_have_any() -> None:
+    outputs, inputs = 64, 96
+    weights = {kind: CodedWeight(outputs, inputs) for kind in ("int4", "symmetric int4")}
+    rows = {kind: random_codes(kind, 32, torch.float16, 32, inputs)[0] for kind in weights}
+    for kind, weight in weights.items():
+        weight.put_codes(0, rows[kind])
+    assert not weights["symmetric int4"].accepts(rows["int4"])
+    assert weights["int4"].accepts(rows["symmetric int4"])
+    weights["int4"].put_codes(32, rows["symmetric int4"])
+    packed = PackedWeight(outputs, inputs)
+    for first, kind in ((0, "int4"), (32, "symmetric int4")):
+        packed.put(first, rows[kind].dense())
+    assert torch.equal(ops.dequantized(weights["int4"]).memory, packed.memory)
+    assert weights["symmetric int4"].memory.nbytes == weights["int4"].memory.nbytes - 2 * 3 * 32
 
 
 @pytest.mark.usefixtures("each_path")

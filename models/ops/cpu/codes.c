@@ -28,8 +28,6 @@ struct place {
     struct numbers numbers;
     struct staged staged;
     int is_large;  /* whether the output is too large to be read again from a cache */
-    float *totals; /* [rows][groups] of staged rows, where `has_zeros` */
-    int has_zeros; /* whether zero points or a bias are multiplied by these */
     bf16 *columns; /* [steps][16 pairs][rows][2], up to 16 rows as `add_columns` takes them; or NULL */
     const int64_t *tokens; /* row of x for each row, or NULL */
 };
@@ -43,7 +41,6 @@ static struct place prepare(struct worker *worker, const struct codes *codes, in
                        .numbers = numbers_of(worker->isa, codes),
                        .staged = {(char *)(bench + 1), -1, products->staged_bytes}};
     char *rest = at.staged.rows + rows_to_stage(inputs) * parts(inputs, DEPTH) * DEPTH * at.staged.bytes;
-    at.totals = (float *)rest, at.has_zeros = !at.numbers.is_scaled && has_zeros(codes->code_kind);
     if (products->add_columns && codes->code_kind == INT4) at.columns = (bf16 *)rest;
     return at;
 }
@@ -72,24 +69,6 @@ static void stage_in_order(const struct place *at, const struct linear *op, cons
             if (bytes == sizeof(bf16)) memcpy(to, values, sizeof values);
             else
                 for (int i = 0; i < DEPTH; i += LANES) store((float *)to + i, load_bf16(values + i));
-        }
-    }
-}
-
-/* The totals of each staged row's groups. */
-CLONES static void add_up(const struct place *at, const struct codes *codes, int64_t count, int64_t inputs) {
-    int64_t steps = parts(inputs, DEPTH), in_group = codes->group / DEPTH, bytes = at->staged.bytes;
-    for (int64_t row = 0; row < count; row++) {
-        const char *from = at->staged.rows + ((row & -LANES) * steps * DEPTH + row % LANES * DEPTH) * bytes;
-        float *to = at->totals + row * parts(steps, in_group);
-        for (int64_t done = 0; done < steps; done += in_group) {
-            vector sum = {0};
-            for (int64_t step = done; step < min64(steps, done + in_group); step++)
-                for (int half = 0; half < DEPTH; half += LANES) {
-                    const char *here = from + (step * TILE + half) * bytes;
-                    sum += bytes == sizeof(bf16) ? load_bf16((const bf16 *)here) : load((const float *)here);
-                }
-            *to++ = sum_of(sum);
         }
     }
 }
@@ -138,10 +117,6 @@ static void multiply_unscaled(const struct place *at, const struct codes *codes,
                               .x = at->staged.rows,
                               .all = steps,
                               .steps = steps,
-                              .has_zeros = at->has_zeros,
-                              .bias = at->numbers.bias,
-                              .totals = at->totals,
-                              .groups = parts(steps, in_group),
                               .sums = at->bench->sums,
                               .apart = panels->bytes,
                               .distance = look_ahead(rows),
@@ -155,7 +130,7 @@ static void multiply_unscaled(const struct place *at, const struct codes *codes,
     for (int64_t done = 0; done < steps; done += part.steps) {
         int64_t group = done / in_group;
         part.header = panels->first + group * bytes_of_group(codes), part.begun = done % in_group;
-        part.x = at->staged.rows + done * TILE * at->staged.bytes, part.totals = at->totals + group;
+        part.x = at->staged.rows + done * TILE * at->staged.bytes;
         part.steps = min64(CODED_STEPS, steps - done), part.is_last = done + part.steps == steps;
         part.ahead = part.header + part.begun * bytes_of_codes(codes->code_kind) + part.distance;
         expand_steps(at->isa, codes, panels->first, done, part.steps, at->bench->near);
@@ -171,13 +146,12 @@ static void multiply_near(const struct place *at, const struct codes *codes, con
     (at->numbers.is_scaled ? multiply_scaled : multiply_unscaled)(at, codes, panels, rows);
 }
 
-/* How many panels a number of rows is multiplied by together. Where a processor reads one stream fastest, one row by 4
- * bits takes two: with one, a product would wait for the sum of the one before. */
-static int64_t panels_at_once(const struct place *at, int64_t kind, int64_t rows) {
+/* How many panels a number of rows is multiplied by together. */
+static int64_t panels_at_once(const struct place *at, int64_t rows) {
     if (at->columns && rows <= LANES) return COLUMN_PANELS;
     if (at->numbers.is_scaled) return at->products->side_panels(rows);
     if (rows > 1 || !at->numbers.add_codes) return 1;
-    return !reads_one_stream() ? at->numbers.panels : kind < INT8 ? 2 : 1;
+    return reads_one_stream() ? 1 : at->numbers.panels;
 }
 
 /* Staged rows, 16 at most, to columns. */
@@ -214,12 +188,11 @@ static void multiply_panels(const struct linear *op, const struct codes *codes, 
     if (at->staged.first != first) {
         if (codes->order) stage_in_order(at, op, codes->order, first, count);
         else stage(&at->staged, op->x, op->x_stride, at->tokens, first, count, op->in_features);
-        if (at->has_zeros) add_up(at, codes, count, op->in_features);
         if (at->columns && count <= LANES) stage_columns(at, count, steps);
     }
     at->staged.first = first;
     int has_columns = at->columns && count <= LANES;
-    int64_t at_once = panels_at_once(at, codes->code_kind, count);
+    int64_t at_once = panels_at_once(at, count);
     if (has_columns) prepare_columns(at->isa, count);
     else prepare_rows(at->isa, count);
     for (int64_t made; panel < past; panel += made) {
@@ -288,7 +261,7 @@ void coded_grouped_linear(const void *arguments, const struct step *step, struct
 static void pack_header(const struct coded_pack *op, int64_t row, int64_t group, char *to, int64_t output) {
     int64_t size = bytes_of_scale(op->codes.scales), groups = parts(op->in_features, op->codes.group);
     memcpy(to + output * size, op->row_scales + (row * groups + group) * size, size);
-    if (has_zeros(op->codes.code_kind)) to[PANEL * size + output] = op->row_zeros[row * groups + group];
+    if (op->codes.has_zeros) to[PANEL * size + output] = op->row_zeros[row * groups + group];
 }
 
 /* Copy its codes. */

@@ -1,7 +1,7 @@
 /* Weights as quantised checkpoints store them: codes, scales and zero points.
  *
  * A packed weight consists of panels of 32 outputs; a panel of groups of inputs, a multiple of 32 of them, of which the
- * last may be shorter; a group of its 32 scales, with integer codes 32 zero points of 8 bits, and its steps of 32
+ * last may be shorter; a group of its 32 scales, 32 zero points of 8 bits where these are stored, and its steps of 32
  * inputs. A step has its codes in the order of a bfloat16 step, see linear.c, a tile as 16 lines of 32 elements [16
  * outputs][2]:
  *
@@ -9,7 +9,7 @@
  *   4 bits  four lines together in 32 words of 16 bits; word e has element e of each line, that of the first in its lowest
  *           bits. Shifts of whole words give vectors of elements.
  *
- * Every code is a number that bfloat16 represents exactly. With vectors, rows are multiplied by these numbers, and the
+ * Every code is a number that bfloat16 represents exactly, also less a zero point. With vectors, rows are multiplied by these numbers, and the
  * sums of each group by its scales: few operations per code, and fewer roundings than with a bfloat16 weight. The sums
  * of AMX are in its tiles, to which scales cannot be applied, so there a code is converted to the bfloat16 nearest to
  * its value, and products are bit for bit those of the dequantised weight. */
@@ -20,8 +20,9 @@
 #include "operators.h"
 #include "panels.h"
 
-/* Kinds of codes. The zero point is subtracted from a code's number, and the scale multiplies it. */
+/* Kinds of codes. The zero point is subtracted from the number of an integer, and the scale multiplies the difference. */
 enum { INT4, FP4, INT8, FP8 };
+#define MIDDLE 8 /* the zero point of INT4 where none are stored; that of INT8 is 0 */
 /* How scales are stored; E8M0: a power of two by its exponent. */
 enum { SCALES_FLOAT32, SCALES_BFLOAT16, SCALES_FLOAT16, SCALES_E8M0 };
 
@@ -29,12 +30,10 @@ static inline int64_t bytes_of_scale(int64_t scales) {
     return scales == SCALES_FLOAT32 ? 4 : scales == SCALES_E8M0 ? 1 : 2;
 }
 
-static inline int has_zeros(int64_t kind) { return kind == INT4 || kind == INT8; }
-
 static inline int64_t bytes_of_codes(int64_t kind) { return kind < INT8 ? STEP / 2 : STEP; } /* of a step */
 
 static inline int64_t bytes_of_header(const struct codes *codes) {
-    return PANEL * (bytes_of_scale(codes->scales) + has_zeros(codes->code_kind));
+    return PANEL * (bytes_of_scale(codes->scales) + codes->has_zeros);
 }
 
 static inline int64_t bytes_of_group(const struct codes *codes) {
@@ -54,10 +53,6 @@ struct coded_part {
     const char *header; /* of the group in which the part begins */
     const char *x;      /* rows, from the part's first step on, that have `all` steps */
     int64_t all, steps;
-    int has_zeros;       /* whether zero points or a bias are multiplied by the totals of rows */
-    float bias;          /* added to every number */
-    const float *totals; /* [rows][groups] of the inputs of each group, from the part's first group on */
-    int64_t groups;
     float *sums; /* [panel][rows][32], to which the scaled sums of whole groups are added */
     /* Of codes: */
     int64_t apart, distance; /* bytes from panel to panel, and to the codes that are fetched */
@@ -75,7 +70,6 @@ typedef void codes_adder(const struct coded_part *part, int64_t rows, int64_t pa
 /* How an instruction set multiplies by codes. */
 struct numbers {
     int is_scaled; /* whether numbers are scaled when they are converted, and then multiplied like a bfloat16 weight */
-    float bias;    /* added to every unscaled number */
     codes_adder *add_codes; /* multiplies up to `code_rows` rows by a panel, or one row by `panels`; or NULL */
     int64_t code_rows, panels;
     void (*add_numbers)(const struct coded_part *part, int64_t rows); /* multiplies rows by converted codes */

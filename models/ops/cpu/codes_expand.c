@@ -43,11 +43,11 @@ struct factors {
 INLINE struct factors factors_of(const struct codes *codes, const char *group, int tile) {
     int64_t size = bytes_of_scale(codes->scales);
     struct factors found = {load_scales(group + tile * LANES * size, codes->scales), {0}};
-    if (has_zeros(codes->code_kind)) {
+    if (codes->has_zeros) {
         signed_bytes stored;
         memcpy(&stored, group + PANEL * size + tile * LANES, sizeof stored);
         found.zeros = __builtin_convertvector(stored, vector);
-    }
+    } else if (codes->code_kind == INT4) found.zeros += MIDDLE;
     return found;
 }
 
@@ -75,10 +75,19 @@ INLINE vector numbers_of_bytes(const char *from, int kind) {
     return __builtin_convertvector(__builtin_convertvector((signed_bytes)v, integers), vector);
 }
 
-INLINE void expand_any(const char *from, int64_t steps, bf16 *to, int kind) {
+/* `zeros`: 32 stored zero points, or NULL. */
+typedef void expander(const char *from, int64_t steps, const char *zeros, bf16 *to);
+
+INLINE void expand_any(const char *from, int64_t steps, const char *zeros, bf16 *to, int kind) {
+    const integers low = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
     for (int64_t line = 0; line < steps * DEPTH; line++, to += 2 * LANES)
         for (int half = 0; half < 2; half++) {
-            vector numbers;
+            vector numbers, less = all(kind == INT4 ? MIDDLE : 0);
+            if (zeros) {
+                signed_bytes stored;
+                memcpy(&stored, zeros + line % DEPTH / (DEPTH / 2) * LANES, sizeof stored);
+                less = __builtin_shuffle(__builtin_convertvector(stored, vector), low + half * (LANES / 2));
+            }
             if (kind >= INT8) numbers = numbers_of_bytes(from + line * 2 * LANES + half * LANES, kind);
             else {
                 halves words;
@@ -87,16 +96,20 @@ INLINE void expand_any(const char *from, int64_t steps, bf16 *to, int kind) {
                 if (kind == FP4) numbers = numbers_of_fp4(code) * 0.5f;
                 else numbers = __builtin_convertvector((integers)code, vector);
             }
+            if (kind == INT4 || kind == INT8) numbers -= less;
             store_bf16(to + half * LANES, numbers);
         }
 }
 
-CLONES static void any_int4(const char *from, int64_t steps, bf16 *to) { expand_any(from, steps, to, INT4); }
-CLONES static void any_fp4(const char *from, int64_t steps, bf16 *to) { expand_any(from, steps, to, FP4); }
-CLONES static void any_int8(const char *from, int64_t steps, bf16 *to) { expand_any(from, steps, to, INT8); }
-CLONES static void any_fp8(const char *from, int64_t steps, bf16 *to) { expand_any(from, steps, to, FP8); }
-
-typedef void expander(const char *from, int64_t steps, bf16 *to);
+#define EXPANDER(NAME, OF, KIND)                                                                     \
+    static void NAME(const char *from, int64_t steps, const char *zeros, bf16 *to) {                 \
+        if (zeros && (KIND == INT4 || KIND == INT8)) OF(from, steps, zeros, to, KIND);               \
+        else OF(from, steps, NULL, to, KIND);                                                        \
+    }
+CLONES EXPANDER(any_int4, expand_any, INT4)
+CLONES EXPANDER(any_fp4, expand_any, FP4)
+CLONES EXPANDER(any_int8, expand_any, INT8)
+CLONES EXPANDER(any_fp8, expand_any, FP8)
 static expander *const with_any[] = {any_int4, any_fp4, any_int8, any_fp8};
 
 #define NAME(x) portable_##x
@@ -128,12 +141,11 @@ static expander *const with_any[] = {any_int4, any_fp4, any_int8, any_fp8};
 #if HAS_X86
 /* ---- AVX2 ---- */
 
-#define BIAS_OF_AVX2 16 /* to which a shift and a mask add a number of 4 bits */
-
 AVX2 INLINE __m256i avx2_load(const char *from) { return _mm256_loadu_si256((const void *)from); }
 
 AVX2 INLINE __m256i twice(__m128i table) { return _mm256_broadcastsi128_si256(table); }
 
+/* 16 more than the numbers, by a shift and a mask. */
 AVX2 INLINE __m256i avx2_int4(__m256i words, int line) {
     __m256i moved = line == 0 ? _mm256_slli_epi16(words, 3) : _mm256_srli_epi16(words, line * 4 - 3);
     return _mm256_or_si256(_mm256_and_si256(moved, _mm256_set1_epi16(0x78)), _mm256_set1_epi16(0x4180));
@@ -179,46 +191,80 @@ AVX2 INLINE void avx2_line(int kind, const char *tile, int pair, __m256i words[2
     }
 }
 
-/* 16 numbers. */
-AVX2 INLINE __m256i avx2_int8(const char *from) {
-    __m256i words[2];
-    for (int half = 0; half < 2; half++) {
-        __m256i codes = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(from + half * 8)));
-        words[half] = _mm256_srli_epi32((__m256i)_mm256_cvtepi32_ps(codes), 16);
-    }
-    return _mm256_permute4x64_epi64(_mm256_packus_epi32(words[0], words[1]), 0xd8);
+typedef uint32_t avx2_words __attribute__((vector_size(32)));
+
+AVX2 INLINE avx2_words avx2_bytes_of(const char *from) {
+    return (avx2_words)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from));
 }
 
-AVX2 INLINE void avx2_expand(const char *from, int64_t steps, bf16 *to, int kind) {
+/* Subtract numbers of 16 bits. */
+AVX2 INLINE avx2_words avx2_less(avx2_words both, avx2_words zeros) {
+    return (avx2_words)_mm256_sub_epi16((__m256i)both, (__m256i)zeros);
+}
+
+/* Zero points of 8 outputs each: of INT4 float32, with the bias; of INT8 pairs of 16 bits. */
+AVX2 INLINE void avx2_zeros_of(int kind, const char *from, avx2_words zeros[2]) {
+    for (int half = 0; half < 2; half++) {
+        __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(from + half * 8)));
+        if (kind == INT4) wide = (__m256i)_mm256_cvtepi32_ps(_mm256_add_epi32(wide, _mm256_set1_epi32(16)));
+        else wide = _mm256_blend_epi16(wide, _mm256_slli_epi32(wide, 16), 0xaa);
+        zeros[half] = (avx2_words)wide;
+    }
+}
+
+/* Pairs of numbers that bfloat16 represents. */
+AVX2 INLINE __m256i avx2_pairs(__m256 even, __m256 odd) {
+    return _mm256_or_si256(_mm256_srli_epi32((__m256i)even, 16), (__m256i)odd);
+}
+
+AVX2 INLINE __m256i avx2_shifted_int4(__m256i words, avx2_words zeros) {
+    __m256 even = (__m256)_mm256_slli_epi32(words, 16), odd = (__m256)_mm256_and_si256(words, _mm256_set1_epi32(-65536));
+    return avx2_pairs(_mm256_sub_ps(even, (__m256)zeros), _mm256_sub_ps(odd, (__m256)zeros));
+}
+
+AVX2 INLINE __m256i avx2_int8(__m256i both) {
+    __m256i even = _mm256_srai_epi32(_mm256_slli_epi32(both, 16), 16), odd = _mm256_srai_epi32(both, 16);
+    return avx2_pairs(_mm256_cvtepi32_ps(even), _mm256_cvtepi32_ps(odd));
+}
+
+AVX2 INLINE void avx2_expand(const char *from, int64_t steps, const char *stored, bf16 *to, int kind) {
+    avx2_words zeros[2][2];
+    for (int i = 0; i < 4; i++)
+        zeros[i / 2][i % 2] = kind == INT4 ? (avx2_words)_mm256_set1_ps(16 + MIDDLE) : (avx2_words){0};
+    for (int tile = 0; stored && tile < 2; tile++) avx2_zeros_of(kind, stored + tile * LANES, zeros[tile]);
     for (int64_t tile = 0; tile < 2 * steps; tile++, from += bytes_of_codes(kind) / 2)
 #pragma GCC unroll 16
         for (int pair = 0; pair < DEPTH / 2; pair++, to += 2 * LANES) {
             __m256i words[2];
-            if (kind == INT8)
-                for (int half = 0; half < 2; half++) words[half] = avx2_int8(from + pair * 2 * LANES + half * LANES);
-            else avx2_line(kind, from, pair, words);
-            for (int half = 0; half < 2; half++) _mm256_storeu_si256((void *)(to + half * LANES), words[half]);
+            if (kind != INT8) avx2_line(kind, from, pair, words);
+            for (int half = 0; half < 2; half++) {
+                avx2_words less = zeros[tile % 2][half];
+                if (kind == INT4) words[half] = avx2_shifted_int4(words[half], less);
+                if (kind == INT8)
+                    words[half] = avx2_int8((__m256i)avx2_less(avx2_bytes_of(from + pair * 2 * LANES + half * LANES), less));
+                _mm256_storeu_si256((void *)(to + half * LANES), words[half]);
+            }
         }
 }
 
-AVX2 static void avx2_expand_int4(const char *from, int64_t steps, bf16 *to) { avx2_expand(from, steps, to, INT4); }
-AVX2 static void avx2_expand_fp4(const char *from, int64_t steps, bf16 *to) { avx2_expand(from, steps, to, FP4); }
-AVX2 static void avx2_expand_int8(const char *from, int64_t steps, bf16 *to) { avx2_expand(from, steps, to, INT8); }
-AVX2 static void avx2_expand_fp8(const char *from, int64_t steps, bf16 *to) { avx2_expand(from, steps, to, FP8); }
+AVX2 EXPANDER(avx2_expand_int4, avx2_expand, INT4)
+AVX2 EXPANDER(avx2_expand_fp4, avx2_expand, FP4)
+AVX2 EXPANDER(avx2_expand_int8, avx2_expand, INT8)
+AVX2 EXPANDER(avx2_expand_fp8, avx2_expand, FP8)
 static expander *const with_avx2[] = {avx2_expand_int4, avx2_expand_fp4, avx2_expand_int8, avx2_expand_fp8};
 
-typedef uint32_t avx2_words __attribute__((vector_size(32)));
-
-AVX2 INLINE void avx2_words_of(int kind, const char *tile, int two, avx2_words words[2][2]) {
+AVX2 INLINE void avx2_held_of(int kind, const char *tile, int first, const avx2_words *zeros, avx2_words held[2][2]) {
+    (void)zeros; /* They are subtracted from float32. */
     for (int line = 0; line < 2; line++) {
         __m256i halves_of[2];
-        avx2_line(kind, tile, 2 * two + line, halves_of);
-        words[line][0] = (avx2_words)halves_of[0], words[line][1] = (avx2_words)halves_of[1];
+        avx2_line(kind, tile, first + line, halves_of);
+        held[line][0] = (avx2_words)halves_of[0], held[line][1] = (avx2_words)halves_of[1];
     }
 }
 
-AVX2 INLINE avx2_words avx2_bytes_of(const char *from) {
-    return (avx2_words)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from));
+AVX2 INLINE avx2_words avx2_words_of(int kind, const avx2_words held[2][2], int line, int v, int has_zeros) {
+    (void)kind, (void)has_zeros;
+    return held[line][v];
 }
 
 #define NAME(x) avx2_##x
@@ -227,6 +273,8 @@ AVX2 INLINE avx2_words avx2_bytes_of(const char *from) {
 #define ROWS 4
 #define CODE_ROWS 1
 #define PANELS 2
+#define GROUPS 1
+#define BIAS 16
 #define PAIRS 0
 #include "codes_kernel.h"
 
@@ -234,8 +282,18 @@ AVX2 INLINE avx2_words avx2_bytes_of(const char *from) {
 
 /* The numbers of 16 codes, twice: a permutation reads five bits of a word. */
 AVX512 INLINE __m512i table_of_int4(void) {
-    return _mm512_broadcast_i64x4(_mm256_setr_epi16(0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100,
-                                                    0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170));
+    return _mm512_broadcast_i64x4(_mm256_setr_epi16(-0x3f00, -0x3f20, -0x3f40, -0x3f60, -0x3f80, -0x3fc0, -0x4000,
+                                                    -0x4080, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0));
+}
+
+/* Those of a code less a zero point, as five bits with a sign. */
+AVX512 INLINE __m512i table_of_differences(void) {
+    const __m512i positive = _mm512_castsi256_si512(_mm256_setr_epi16(
+        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160,
+        0x4170));
+    return _mm512_inserti64x4(positive, _mm256_setr_epi16(-0x3e80, -0x3e90, -0x3ea0, -0x3eb0, -0x3ec0, -0x3ed0, -0x3ee0,
+                                                          -0x3ef0, -0x3f00, -0x3f20, -0x3f40, -0x3f60, -0x3f80, -0x3fc0,
+                                                          -0x4000, -0x4080), 1);
 }
 
 AVX512 INLINE __m512i table_of_fp4(void) {
@@ -260,36 +318,96 @@ AVX512 INLINE __m512i avx512_fp8(const char *from) {
     return _mm512_ternarylogic_epi32(size, moved, _mm512_set1_epi16((short)0x8000), 0xf8); /* size | (moved & sign) */
 }
 
-/* A line of a tile. */
-AVX512 INLINE __m512i avx512_line(int kind, const char *tile, int pair) {
+/* The zero points of a tile: of INT4 one for each byte of a word, of INT8 float32 in the order of a line. */
+AVX512 INLINE void avx512_zeros(int kind, const char *from, bits zeros[2]) {
+    const __m512i first = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
+    __m128i stored = _mm_loadu_si128((const void *)from);
+    if (kind == INT4) {
+        zeros[0] = (bits)_mm512_shuffle_epi8(_mm512_cvtepu8_epi32(stored), first);
+        return;
+    }
+    zeros[0] = (bits)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_unpacklo_epi8(stored, stored)));
+    zeros[1] = (bits)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_unpackhi_epi8(stored, stored)));
+}
+
+/* The numbers of a line of bytes in one half, less the zero points. */
+AVX512 INLINE __m512i avx512_half(const char *line, int half, const bits *zeros) {
+    __m512i numbers = float_of_bytes(line + half * LANES);
+    return zeros ? (__m512i)_mm512_sub_ps((__m512)numbers, (__m512)zeros[half]) : numbers;
+}
+
+AVX512 INLINE void avx512_int8(const char *lines, const bits *zeros, bits words[2][1]) {
     const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
                                            25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    const char *line = tile + pair * 2 * LANES;
-    if (kind == FP8) return avx512_fp8(line);
-    if (kind == INT8) return _mm512_permutex2var_epi16(float_of_bytes(line), upper, float_of_bytes(line + LANES));
-    __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(tile + pair / 4 * LINE), pair % 4 * 4);
-    return _mm512_permutexvar_epi16(codes, kind == INT4 ? table_of_int4() : table_of_fp4());
+    for (int i = 0; i < 2; i++, lines += 2 * LANES)
+        words[i][0] = (bits)_mm512_permutex2var_epi16(avx512_half(lines, 0, zeros), upper, avx512_half(lines, 1, zeros));
 }
 
-AVX512 INLINE void avx512_expand(const char *from, int64_t steps, bf16 *to, int kind) {
-    for (int64_t tile = 0; tile < 2 * steps; tile++, from += bytes_of_codes(kind) / 2)
-#pragma GCC unroll 16
-        for (int pair = 0; pair < DEPTH / 2; pair++, to += 2 * LANES)
-            _mm512_storeu_si512(to, avx512_line(kind, from, pair));
+/* Two lines of bytes, or the codes of four of 4 bits; less zero points, the even lines and the odd ones, a code in each
+ * byte. `zeros`: see `avx512_zeros`, or NULL. */
+AVX512 INLINE void avx512_held_of(int kind, const char *tile, int first, const bits *zeros, bits held[2][1]) {
+    const char *lines = tile + first * (kind < INT8 ? LANES : 2 * LANES);
+    if (kind == INT8) avx512_int8(lines, zeros, held);
+    else if (kind == FP8)
+        for (int i = 0; i < 2; i++) held[i][0] = (bits)avx512_fp8(lines + i * 2 * LANES);
+    else {
+        const __m512i mask = _mm512_set1_epi8(15);
+        __m512i codes = _mm512_loadu_si512(lines);
+        __asm__("" : "+v"(codes)); /* The compiler would load it for each line. */
+        held[0][0] = (bits)codes;
+        if (!zeros) return;
+        held[0][0] = (bits)_mm512_sub_epi8(_mm512_and_si512(codes, mask), (__m512i)zeros[0]);
+        codes = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
+        held[1][0] = (bits)_mm512_sub_epi8(codes, (__m512i)zeros[0]);
+    }
 }
 
-AVX512 static void avx512_expand_int4(const char *from, int64_t steps, bf16 *to) { avx512_expand(from, steps, to, INT4); }
-AVX512 static void avx512_expand_fp4(const char *from, int64_t steps, bf16 *to) { avx512_expand(from, steps, to, FP4); }
-AVX512 static void avx512_expand_int8(const char *from, int64_t steps, bf16 *to) { avx512_expand(from, steps, to, INT8); }
-AVX512 static void avx512_expand_fp8(const char *from, int64_t steps, bf16 *to) { avx512_expand(from, steps, to, FP8); }
+AVX512 INLINE bits avx512_words_of(int kind, const bits held[2][1], int line, int v, int has_zeros) {
+    (void)v;
+    if (kind >= INT8) return held[line][0];
+    __m512i codes = (__m512i)held[has_zeros ? line % 2 : 0][0];
+    codes = _mm512_srli_epi16(codes, has_zeros ? line / 2 * 8 : line * 4);
+    return (bits)_mm512_permutexvar_epi16(
+        codes, kind == FP4 ? table_of_fp4() : has_zeros ? table_of_differences() : table_of_int4());
+}
+
+AVX512 INLINE void avx512_expand(const char *from, int64_t steps, const char *stored, bf16 *to, int kind) {
+    const int lines = kind < INT8 ? 4 : 2;
+    bits zeros[2][2], held[2][1];
+    for (int tile = 0; stored && tile < 2; tile++) avx512_zeros(kind, stored + tile * LANES, zeros[tile]);
+    for (int64_t step = 0; step < steps; step++)
+#pragma GCC unroll 2
+        for (int tile = 0; tile < 2; tile++, from += bytes_of_codes(kind) / 2)
+#pragma GCC unroll 8
+            for (int first = 0; first < DEPTH / 2; first += lines) {
+                avx512_held_of(kind, from, first, stored ? zeros[tile] : NULL, held);
+                for (int i = 0; i < lines; i++, to += 2 * LANES)
+                    _mm512_storeu_si512(to, (__m512i)avx512_words_of(kind, held, i, 0, stored != NULL));
+            }
+}
+
+AVX512 EXPANDER(avx512_expand_int4, avx512_expand, INT4)
+AVX512 EXPANDER(avx512_expand_fp4, avx512_expand, FP4)
+AVX512 EXPANDER(avx512_expand_int8, avx512_expand, INT8)
+AVX512 EXPANDER(avx512_expand_fp8, avx512_expand, FP8)
 static expander *const with_avx512[] = {avx512_expand_int4, avx512_expand_fp4, avx512_expand_int8, avx512_expand_fp8};
 
-AVX512 INLINE void avx512_words_of(int kind, const char *tile, int two, bits words[2][1]) {
-    for (int line = 0; line < 2; line++) words[line][0] = (bits)avx512_line(kind, tile, 2 * two + line);
+/* Where bytes are widened to pairs of 16 bits, the zero points of INT8 are, too. */
+AVX512 INLINE void avx512_zeros_of(int kind, const char *from, bits zeros[2]) {
+    if (kind == INT4) avx512_zeros(kind, from, zeros);
+    else {
+        __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from));
+        zeros[0] = (bits)_mm512_mask_blend_epi16(0xaaaaaaaa, wide, _mm512_slli_epi32(wide, 16));
+    }
 }
 
 AVX512 INLINE bits avx512_bytes_of(const char *from) {
     return (bits)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)from));
+}
+
+/* Subtract numbers of 16 bits. */
+AVX512 INLINE bits avx512_less(bits both, bits zeros) {
+    return (bits)_mm512_sub_epi16((__m512i)both, (__m512i)zeros);
 }
 
 #define NAME(x) avx512_##x
@@ -298,6 +416,8 @@ AVX512 INLINE bits avx512_bytes_of(const char *from) {
 #define ROWS 8
 #define CODE_ROWS 8
 #define PANELS 4
+#define GROUPS 2
+#define BIAS 0
 #define PAIRS 0
 #include "codes_kernel.h"
 
@@ -327,14 +447,20 @@ AVX512_BF16 INLINE void pairs_fp8(const char *from, bits words[2][1]) {
     words[0][0] = (bits)_mm512_unpacklo_epi8(low, high), words[1][0] = (bits)_mm512_unpackhi_epi8(low, high);
 }
 
-AVX512_BF16 INLINE void pairs_words_of(int kind, const char *tile, int two, bits words[2][1]) {
-    const char *line = tile + two * 4 * LANES;
-    if (kind == FP8) pairs_fp8(line, words);
+AVX512_BF16 INLINE void pairs_held_of(int kind, const char *tile, int first, const bits *zeros, bits held[2][1]) {
+    const char *line = tile + first * 2 * LANES;
+    if (kind == FP8) pairs_fp8(line, held);
     else if (kind == INT8)
         for (int i = 0; i < 2; i++, line += 2 * LANES)
-            words[i][0] = (bits)line_of((__m512)float_of_bytes(line), (__m512)float_of_bytes(line + LANES));
-    else avx512_words_of(kind, tile, two, words);
+            held[i][0] = (bits)line_of((__m512)avx512_half(line, 0, zeros), (__m512)avx512_half(line, 1, zeros));
+    else avx512_held_of(kind, tile, first, zeros, held);
 }
+
+AVX512_BF16 INLINE bits pairs_words_of(int kind, const bits held[2][1], int line, int v, int has_zeros) {
+    return avx512_words_of(kind, held, line, v, has_zeros);
+}
+
+AVX512_BF16 INLINE void pairs_zeros_of(int kind, const char *from, bits zeros[2]) { avx512_zeros(kind, from, zeros); }
 
 #define NAME(x) pairs_##x
 #define TARGET AVX512_BF16
@@ -342,6 +468,8 @@ AVX512_BF16 INLINE void pairs_words_of(int kind, const char *tile, int two, bits
 #define ROWS 8
 #define CODE_ROWS 8
 #define PANELS 4
+#define GROUPS 2
+#define BIAS 0
 #define PAIRS 1
 #include "codes_kernel.h"
 
@@ -499,6 +627,7 @@ AVX512 static enum form form_of(const struct codes *codes, const char *group) {
     if (codes->code_kind == FP8) return is_block(codes, group) ? BLOCK_FP8 : ANY_FP8;
     if (codes->code_kind == INT4) return codes->scales == SCALES_FLOAT32 ? LONG_INT4 : SHORT_INT4;
     if (codes->code_kind == INT8) {
+        if (!codes->has_zeros) return SYMMETRIC_INT8;
         __m256i zeros = _mm256_loadu_si256((const void *)(group + PANEL * bytes_of_scale(codes->scales)));
         return _mm256_testz_si256(zeros, zeros) ? SYMMETRIC_INT8 : ANY_INT8;
     }
@@ -545,15 +674,14 @@ AVX512_BF16 static void expand_scaled(const struct codes *codes, const char *gro
 struct numbers numbers_of(enum isa isa, const struct codes *codes) {
     struct numbers numbers = {.add_numbers = portable_add_numbers};
 #if HAS_X86
+    int64_t kind = codes->code_kind, has_zeros = codes->has_zeros;
     numbers.is_scaled = isa == WITH_AMX;
     if (isa == WITH_AVX512_BF16)
-        numbers = (struct numbers){0, 0, pairs_codes_adders[codes->code_kind], 8, 4, pairs_add_numbers};
+        numbers = (struct numbers){0, pairs_codes_adders[has_zeros][kind], 8, 4, pairs_add_numbers};
     if (isa == WITH_AVX512)
-        numbers = (struct numbers){0, 0, avx512_codes_adders[codes->code_kind], 8, 4, avx512_add_numbers};
-    if (isa == WITH_AVX2 || isa == WITH_AVX_VNNI) {
-        numbers = (struct numbers){0, 0, avx2_codes_adders[codes->code_kind], 1, 2, avx2_add_numbers};
-        if (codes->code_kind == INT4) numbers.bias = BIAS_OF_AVX2;
-    }
+        numbers = (struct numbers){0, avx512_codes_adders[has_zeros][kind], 8, 4, avx512_add_numbers};
+    if (isa == WITH_AVX2 || isa == WITH_AVX_VNNI)
+        numbers = (struct numbers){0, avx2_codes_adders[has_zeros][kind], 1, 2, avx2_add_numbers};
 #elif HAS_NEON
     if (isa == WITH_NEON) numbers.add_numbers = neon_add_numbers;
     if (isa == WITH_NEON_BF16) numbers.add_numbers = neon_bf16_add_numbers;
@@ -578,7 +706,7 @@ void expand_steps(enum isa isa, const struct codes *codes, const char *panel, in
         if (isa == WITH_AMX) expand_scaled(codes, group, from, some, to);
         else
 #endif
-            expand(from, some, to);
+            expand(from, some, codes->has_zeros ? group + PANEL * bytes_of_scale(codes->scales) : NULL, to);
         to += some * STEP, first += some;
     }
     __asm__ volatile("" ::: "memory"); /* gcc 12 assumes that loading a tile reads no memory. */

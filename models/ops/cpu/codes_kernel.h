@@ -6,16 +6,24 @@
  *   WIDTH      float32 of a vector
  *   ROWS       rows at a time, of which LANES is a multiple
  *   CODE_ROWS  the same where codes are converted in registers, once for all rows; 0: they never are
+ *   GROUPS     groups of 4 bits of one panel that one row is multiplied by together, so that sums do not wait for each
+ *              other
  *   PANELS     panels that one row is multiplied by together, where a processor reads several streams fastest
  *   PAIRS      whether the processor multiplies pairs of bfloat16: `dot_pairs` is then defined
  *
- * and with CODE_ROWS `words_of`, which converts two adjacent lines of a tile to bfloat16, and without PAIRS `bytes_of`,
- * which widens a line's signed bytes to 16 bits. Each group's sum begins with 0 and runs over its inputs in order, for
- * any number of rows. */
+ *   BIAS       what `words_of` adds to the numbers of INT4
+ *
+ * and with CODE_ROWS `zeros_of`, which loads a tile's zero points; `held_of`, which loads or converts LINES(kind) lines of
+ * a tile, and `words_of`, which makes one of them bfloat16; and without PAIRS `bytes_of`, which widens a line's signed
+ * bytes to 16 bits, and `less`, which subtracts such. Each group's sum begins with 0 and runs over its inputs in order,
+ * for any number of rows. */
 
 #define VECTORS (PANEL / WIDTH) /* of a panel's sums */
 #define OF_TILE (LANES / WIDTH)
 #define AT_ONCE 2 /* vectors of a panel's sums that stored numbers are added to */
+/* Lines converted together: with the longest vectors those of a cache line, which is then loaded once. */
+#define LINES(kind) (WIDTH == LANES && (kind) < INT8 ? 4 : 2)
+#define STREAMS (PANELS > GROUPS ? PANELS : GROUPS) /* of panels and groups together */
 #define TILES (WIDTH == LANES ? 2 : 1) /* converted together; an input of a row is then loaded once for both */
 
 typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
@@ -53,29 +61,24 @@ TARGET INLINE NAME(floats) NAME(add_pair)(NAME(floats) sum, const char *x, int r
 #endif
 }
 
-/* The scales and zero points of a panel's outputs in a group. */
+/* The scales of a panel's outputs in a group. */
 struct NAME(factors) {
-    NAME(floats) scales[VECTORS], zeros[VECTORS];
+    NAME(floats) scales[VECTORS];
 };
 
 TARGET INLINE void NAME(find_factors)(const struct coded_part *part, const char *header, struct NAME(factors) *by) {
     for (int tile = 0; tile < 2; tile++) {
-        struct factors of = {{0}, {0}};
-#if WIDTH == 16 /* The compiler would convert halves by many operations, and bytes one by one. */
         const char *from = header + tile * LANES * bytes_of_scale(part->codes->scales);
+        vector scales;
+#if WIDTH == 16 /* The compiler would convert halves by many operations, and bytes one by one. */
         if (part->codes->scales == SCALES_FLOAT16)
-            of.scales = (vector)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));
+            scales = (vector)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));
         else if (part->codes->scales == SCALES_E8M0)
-            of.scales = powers_of_two((bits)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from)));
-        else of.scales = load_scales(from, part->codes->scales);
-        if (part->has_zeros)
-            of.zeros = (vector)float_of_bytes(header + PANEL * bytes_of_scale(part->codes->scales) + tile * LANES);
-#else
-        of = factors_of(part->codes, header, tile);
+            scales = powers_of_two((bits)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from)));
+        else
 #endif
-        if (part->has_zeros) of.zeros += part->bias;
-        memcpy(by->scales + tile * OF_TILE, &of.scales, sizeof of.scales);
-        memcpy(by->zeros + tile * OF_TILE, &of.zeros, sizeof of.zeros);
+            scales = load_scales(from, part->codes->scales);
+        memcpy(by->scales + tile * OF_TILE, &scales, sizeof scales);
     }
 }
 
@@ -92,8 +95,7 @@ TARGET INLINE void NAME(add_outputs)(const struct coded_part *part, const struct
                                      int64_t row, int64_t stride, int rows, int first) {
     const bf16 *weight = part->numbers + first * WIDTH / LANES * TILE + first * WIDTH % LANES * 2;
     const char *ahead = part->ahead;
-    const int64_t groups = part->groups, in_group = part->codes->group / DEPTH;
-    const float *totals = part->has_zeros ? part->totals + row * groups : NULL;
+    const int64_t in_group = part->codes->group / DEPTH;
     float *sums = part->sums + row * PANEL + first * WIDTH, *of_group = part->of_group + row * PANEL;
     int64_t left = part->steps, begun = part->begun;
     NAME(floats) s[ROWS][AT_ONCE];
@@ -129,11 +131,6 @@ TARGET INLINE void NAME(add_outputs)(const struct coded_part *part, const struct
         memcpy(scales, by->scales + first, sizeof scales);
         float *to = sums;
         __asm__("" : "+r"(to)); /* The compiler would keep the addresses of all sums in memory. */
-        if (totals) {
-            for (int r = 0; r < rows; r++)
-                for (int v = 0; v < AT_ONCE; v++) s[r][v] -= by->zeros[first + v] * totals[r * groups];
-            totals++;
-        }
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < AT_ONCE; v++) NAME(add_scaled)(scales[v], s[r][v], to + r * PANEL + v * WIDTH);
         by++, begun = 0;
@@ -168,99 +165,150 @@ TARGET static void NAME(add_numbers)(const struct coded_part *part, int64_t rows
 }
 
 #if CODE_ROWS
-TARGET INLINE void NAME(lines_of)(int kind, const char *tile, int two, NAME(operand) lines[2][OF_TILE]) {
-    NAME(words) words[2][OF_TILE];
+/* What is kept in registers of LINES(kind) lines of a tile. */
+typedef NAME(words) NAME(held)[2][OF_TILE];
+
+TARGET INLINE void NAME(hold)(int kind, const char *tile, int first, const NAME(words) *zeros, NAME(held) held) {
 #if !PAIRS
     if (kind == INT8) {
         for (int i = 0; i < 2 * OF_TILE; i++) {
-            NAME(words) both = NAME(bytes_of)(tile + (two * 2 * OF_TILE + i) * 2 * WIDTH);
-            lines[i / OF_TILE][i % OF_TILE].even =
-                __builtin_convertvector((NAME(ints))(both << 16) >> 16, NAME(floats));
-            lines[i / OF_TILE][i % OF_TILE].odd = __builtin_convertvector((NAME(ints))both >> 16, NAME(floats));
+            NAME(words) both = NAME(bytes_of)(tile + (first * OF_TILE + i) * 2 * WIDTH);
+            held[i / OF_TILE][i % OF_TILE] = zeros ? NAME(less)(both, zeros[i % OF_TILE]) : both;
         }
         return;
     }
 #endif
-    NAME(words_of)(kind, tile, two, words);
-    for (int i = 0; i < 2 * OF_TILE; i++)
-        lines[i / OF_TILE][i % OF_TILE] = NAME(line_of)(words[i / OF_TILE][i % OF_TILE]);
+    NAME(held_of)(kind, tile, first, zeros, held);
+}
+
+/* A vector of one of these lines. */
+TARGET INLINE NAME(operand) NAME(operand_of)(int kind, const NAME(held) held, int line, int v, const NAME(words) *zeros) {
+#if !PAIRS
+    if (kind == INT8) {
+        NAME(ints) both = (NAME(ints))held[line][v];
+        return (NAME(operand)){__builtin_convertvector(both << 16 >> 16, NAME(floats)),
+                               __builtin_convertvector(both >> 16, NAME(floats))};
+    }
+#endif
+    NAME(operand) made = NAME(line_of)(NAME(words_of)(kind, held, line, v, zeros != NULL));
+#if BIAS
+    if (kind == INT4) {
+        NAME(floats) less = zeros ? (NAME(floats))zeros[v] : (NAME(floats)){0} + (BIAS + MIDDLE);
+        made.even -= less, made.odd -= less;
+    }
+#endif
+    return made;
+}
+
+/* `groups` groups of as many steps times rows and panels, all three constants. */
+TARGET INLINE void NAME(add_groups)(const struct coded_part *part, const char *header, const char *x, int64_t steps,
+                                    int rows, int panels, int groups, int kind, int has_zeros) {
+    const struct codes *codes = part->codes;
+    const int64_t of_step = bytes_of_codes(kind), of_tile = of_step / 2, apart = part->apart;
+    const int64_t of_group = bytes_of_group(codes), of_inputs = steps * TILE * STAGED_BYTES(PAIRS);
+    const char *at = header + bytes_of_header(codes), *end = part->header + apart;
+    const int together = WIDTH == LANES ? groups * panels : 1; /* whose lines registers hold */
+    NAME(floats) s[CODE_ROWS][STREAMS][VECTORS];
+    NAME(words) zeros[STREAMS][2][OF_TILE > 1 ? OF_TILE : 2];
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < groups * panels; p++)
+            for (int v = 0; v < VECTORS; v++) s[r][p][v] = (NAME(floats)){0};
+    for (int p = 0; has_zeros && p < groups * panels; p++)
+        for (int tile = 0; tile < 2; tile++)
+            NAME(zeros_of)(kind, header + p % panels * apart + p / panels * of_group +
+                                     PANEL * bytes_of_scale(codes->scales) + tile * LANES, zeros[p][tile]);
+    const char *ahead = header + part->distance + (groups - 1) * of_group;
+    for (int64_t byte = 0; byte < groups * bytes_of_header(codes); byte += LINE, ahead += LINE)
+        for (int p = 0; p < panels; p++) __builtin_prefetch(ahead + p * apart);
+    for (; steps > 0; steps--, at += of_step, ahead += groups * of_step, x += TILE * STAGED_BYTES(PAIRS)) {
+        const char *soon = panels > 1 && ahead >= end ? ahead + (panels - 1) * apart : ahead;
+#pragma GCC unroll 8
+        for (int first = 0; first < DEPTH / 2; first += LINES(kind)) {
+            const int64_t fetched = of_step * LINES(kind) / (DEPTH / 2); /* of each panel and group, in order */
+#pragma GCC unroll 8
+            for (int p = 0; p < groups * panels; p += together) {
+                for (int q = p; q < p + together; q++)
+                    for (int64_t byte = 0; byte < fetched; byte += LINE)
+                        __builtin_prefetch(soon + q % panels * apart + q / panels * fetched + byte);
+#pragma GCC unroll 2
+                for (int tile = 0; tile < 2; tile += TILES) {
+                    NAME(held) held[STREAMS][TILES];
+                    for (int q = p; q < p + together; q++) {
+                        const int64_t off = q % panels * apart + q / panels * of_group;
+                        for (int t = 0; t < TILES; t++)
+                            NAME(hold)(kind, at + off + (tile + t) * of_tile, first,
+                                       has_zeros ? zeros[q][tile + t] : NULL, held[q][t]);
+                    }
+                    /* Products that follow each other are added to different sums. */
+#pragma GCC unroll 4
+                    for (int line = 0; line < 4; line++) {
+                        if (line >= LINES(kind)) continue;
+#pragma GCC unroll 8
+                        for (int q = p; q < p + together; q++)
+#pragma GCC unroll 2
+                            for (int v = 0; v < TILES * OF_TILE; v++) {
+                                int t = v / OF_TILE, of = v % OF_TILE;
+                                NAME(operand) made = NAME(operand_of)(kind, held[q][t], line, of,
+                                                                      has_zeros ? zeros[q][tile + t] : NULL);
+#pragma GCC unroll 8
+                                for (int r = 0; r < rows; r++) {
+                                    NAME(floats) *sum = &s[r][q][tile * OF_TILE + v];
+                                    *sum = NAME(add_pair)(*sum, x + q / panels * of_inputs, r, first + line, made);
+                                }
+                            }
+                    }
+                }
+            }
+            soon += groups * fetched;
+        }
+    }
+    for (int p = 0; p < groups * panels; p++) {
+        struct NAME(factors) by;
+        NAME(find_factors)(part, header + p % panels * apart + p / panels * of_group, &by);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++)
+                NAME(add_scaled)(by.scales[v], s[r][p][v], part->sums + (p % panels * rows + r) * PANEL + v * WIDTH);
+    }
 }
 
 /* Rows times panels, both constants: all groups of these. */
-TARGET INLINE void NAME(add_panels)(const struct coded_part *part, int rows, int panels, int kind) {
-    const struct codes *codes = part->codes;
-    const int64_t of_step = bytes_of_codes(kind), of_tile = of_step / 2, apart = part->apart;
-    const char *header = part->header, *x = part->x, *end = header + apart;
-    const float *totals = part->has_zeros ? part->totals : NULL;
-    float *sums = part->sums;
-    int64_t left = part->steps, in_group = codes->group / DEPTH, groups = part->groups;
-    while (left > 0) {
-        NAME(floats) s[CODE_ROWS][PANELS][VECTORS];
-        for (int r = 0; r < rows; r++)
-            for (int p = 0; p < panels; p++)
-                for (int v = 0; v < VECTORS; v++) s[r][p][v] = (NAME(floats)){0};
-        const char *at = header + bytes_of_header(codes);
-        int64_t some = min64(left, in_group);
-        left -= some;
-        for (; some > 0; some--, at += of_step, x += TILE * STAGED_BYTES(PAIRS)) {
-            const char *ahead = at + part->distance;
-            if (panels > 1 && ahead >= end) ahead += (panels - 1) * apart;
-#pragma GCC unroll 8
-            for (int two = 0; two < DEPTH / 4; two++)
-#pragma GCC unroll 4
-                for (int p = 0; p < panels; p++) {
-                    for (int line = 0; line < of_step / LINE / (DEPTH / 4); line++)
-                        __builtin_prefetch(ahead + p * apart + (two * of_step / LINE / (DEPTH / 4) + line) * LINE);
-#pragma GCC unroll 2
-                    for (int tile = 0; tile < 2; tile += TILES) {
-                        NAME(operand) lines[TILES][2][OF_TILE];
-                        for (int t = 0; t < TILES; t++)
-                            NAME(lines_of)(kind, at + p * apart + (tile + t) * of_tile, two, lines[t]);
-#pragma GCC unroll 2
-                        for (int odd = 0; odd < 2; odd++)
-#pragma GCC unroll 8
-                            for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-                                for (int v = 0; v < TILES * OF_TILE; v++) {
-                                    NAME(floats) *sum = &s[r][p][tile * OF_TILE + v];
-                                    NAME(operand) line = lines[v / OF_TILE][odd][v % OF_TILE];
-                                    *sum = NAME(add_pair)(*sum, x, r, 2 * two + odd, line);
-                                }
-                    }
-                }
-        }
-        for (int p = 0; p < panels; p++) {
-            struct NAME(factors) by;
-            NAME(find_factors)(part, header + p * apart, &by);
-            if (totals)
-                for (int r = 0; r < rows; r++)
-                    for (int v = 0; v < VECTORS; v++) s[r][p][v] -= by.zeros[v] * totals[r * groups];
-            for (int r = 0; r < rows; r++)
-                for (int v = 0; v < VECTORS; v++)
-                    NAME(add_scaled)(by.scales[v], s[r][p][v], sums + (p * rows + r) * PANEL + v * WIDTH);
-        }
-        if (totals) totals++;
-        header = at;
+TARGET INLINE void NAME(add_panels)(const struct coded_part *part, int rows, int panels, int kind, int has_zeros) {
+    const char *header = part->header, *x = part->x;
+    int64_t in_group = part->codes->group / DEPTH, left = part->steps;
+    const int groups = rows == 1 && panels == 1 && kind < INT8 ? GROUPS : 1;
+    for (int64_t most = groups * in_group; groups > 1 && left >= most; left -= most) {
+        NAME(add_groups)(part, header, x, in_group, rows, panels, groups, kind, has_zeros);
+        header += groups * bytes_of_group(part->codes), x += most * TILE * STAGED_BYTES(PAIRS);
+    }
+    for (int64_t some; left > 0; left -= some) {
+        some = min64(left, in_group);
+        NAME(add_groups)(part, header, x, some, rows, panels, 1, kind, has_zeros);
+        header += bytes_of_group(part->codes), x += some * TILE * STAGED_BYTES(PAIRS);
     }
 }
 
 #define ADD_SOME(count) \
-    if (rows == count && panels == 1) NAME(add_panels)(part, count, 1, kind);
-TARGET INLINE void NAME(add_codes)(const struct coded_part *part, int64_t rows, int64_t panels, int kind) {
-    if (panels == PANELS) NAME(add_panels)(part, 1, PANELS, kind);
-    else if (panels == 2) NAME(add_panels)(part, 1, 2, kind);
+    if (rows == count && panels == 1) NAME(add_panels)(part, count, 1, kind, has_zeros);
+TARGET INLINE void NAME(add_codes)(const struct coded_part *part, int64_t rows, int64_t panels, int kind,
+                                   int has_zeros) {
+    if (panels == PANELS) NAME(add_panels)(part, 1, PANELS, kind, has_zeros);
     UP_TO(CODE_ROWS, ADD_SOME)
 }
 
-#define ADD_CODES(kind)                                                                              \
-    TARGET static void NAME(add_##kind)(const struct coded_part *part, int64_t rows, int64_t panels) { \
-        NAME(add_codes)(part, rows, panels, kind);                                                   \
+#define ADD_CODES(name, kind, has_zeros)                                                             \
+    TARGET static void NAME(add_##name)(const struct coded_part *part, int64_t rows, int64_t panels) { \
+        NAME(add_codes)(part, rows, panels, kind, has_zeros);                                        \
     }
-ADD_CODES(INT4)
-ADD_CODES(FP4)
-ADD_CODES(INT8)
-ADD_CODES(FP8)
-static codes_adder *const NAME(codes_adders)[] = {NAME(add_INT4), NAME(add_FP4), NAME(add_INT8), NAME(add_FP8)};
+ADD_CODES(int4, INT4, 0)
+ADD_CODES(fp4, FP4, 0)
+ADD_CODES(int8, INT8, 0)
+ADD_CODES(fp8, FP8, 0)
+ADD_CODES(shifted_int4, INT4, 1)
+ADD_CODES(shifted_int8, INT8, 1)
+/* [whether zero points are stored][kind] */
+static codes_adder *const NAME(codes_adders)[2][4] = {
+    {NAME(add_int4), NAME(add_fp4), NAME(add_int8), NAME(add_fp8)},
+    {NAME(add_shifted_int4), NULL, NAME(add_shifted_int8), NULL}};
 #undef ADD_CODES
 #undef ADD_SOME
 #endif
@@ -269,6 +317,8 @@ static codes_adder *const NAME(codes_adders)[] = {NAME(add_INT4), NAME(add_FP4),
 #undef OF_TILE
 #undef AT_ONCE
 #undef TILES
+#undef LINES
+#undef STREAMS
 #undef ADD_ROWS
 #undef ADDER
 #undef NAME
@@ -277,4 +327,6 @@ static codes_adder *const NAME(codes_adders)[] = {NAME(add_INT4), NAME(add_FP4),
 #undef ROWS
 #undef CODE_ROWS
 #undef PANELS
+#undef GROUPS
+#undef BIAS
 #undef PAIRS

@@ -481,6 +481,7 @@ struct quantized_grouped_linear {
 struct codes {
     int64_t code_kind, scales;
     int64_t group;        /* inputs that share a scale: a multiple of DEPTH, or more than there are */
+    int64_t has_zeros;    /* whether integers have stored zero points */
     const int32_t *order; /* [in_features] the input that each column of the weight multiplies, or NULL */
 };
 struct coded_linear {

@@ -224,8 +224,8 @@ class CodedWeight(PackedWeight):
         """See `PackedWeight`."""
         if self._form is None or self._order is not None:
             return None
-        kind, width, scales, groups = self._form
-        return [_CODED, kind, width, str(scales).removeprefix("torch."), groups]
+        kind, width, scales, groups, has_zeros = self._form
+        return [_CODED, kind, width, str(scales).removeprefix("torch."), groups, has_zeros]
 
     def put(self, first: int, rows: torch.Tensor) -> None:
         """Write dense rows; the weight must have `rounds`. # [count, in_features]"""
@@ -242,7 +242,9 @@ class CodedWeight(PackedWeight):
         if self._form is None:
             return True
         is_one_order = rows.order is None or self._order is None or torch.equal(rows.order, self._order)
-        return is_one_order and (rows.order is None) == (self._order is None) and self._form == _form_of(rows)
+        *form, has_zeros = _form_of(rows)
+        is_one_form = [*self._form[:-1]] == form and self._form[-1] >= has_zeros
+        return is_one_order and (rows.order is None) == (self._order is None) and is_one_form
 
     def put_codes(self, first: int, rows: Codes) -> None:
         """See `PackedWeight`."""
@@ -251,11 +253,8 @@ class CodedWeight(PackedWeight):
         codes, scales = rows.codes.view(torch.uint8), rows.scales.contiguous()
         if codes.stride(1) != 1:
             codes = codes.contiguous()
-        zeros = None
-        if rows.zeros is not None:
-            zeros = rows.zeros.contiguous()
-        elif rows.kind == "int8":
-            zeros = torch.zeros_like(scales, dtype=torch.int8)
+        assert self._form is not None
+        zeros = None if rows.zeros is None or not self._form[-1] else rows.zeros.contiguous()
         arguments = structures.CodedPack(
             codes.data_ptr(),
             codes.stride(0),
@@ -278,24 +277,26 @@ class CodedWeight(PackedWeight):
 
     def begin(self, form: "_Form", order: torch.Tensor | None = None) -> None:
         """Allocate memory for codes of that form."""
-        kind, width, scales, groups = self._form = form
+        kind, width, scales, groups, has_zeros = self._form = form
         inputs = -(-self.in_features // DEPTH) * DEPTH
         group = min(width, inputs) if groups > 1 else inputs
-        has_zeros = kind in ("int4", "int8")
         of_group = PANEL * (scales.itemsize + has_zeros)
         bits = 4 if kind in ("int4", "mxfp4") else 8
         of_panel = groups * of_group + PANEL * inputs * bits // 8
         self.memory = torch.frombuffer(mapped_zeros(-(-self.out_features // PANEL) * of_panel), dtype=torch.uint8)
         self._order = None if order is None else order.contiguous()
-        self.options = (_CODE_KINDS[kind], _SCALES[scales], group, pointer(self._order))
+        self.options = (_CODE_KINDS[kind], _SCALES[scales], group, has_zeros, pointer(self._order))
 
 
-_Form: TypeAlias = tuple[str, int, torch.dtype, int]
-"""Kind of codes, inputs per group, dtype of the scales, groups per row."""
+_Form: TypeAlias = tuple[str, int, torch.dtype, int, bool]
+"""Kind of codes, inputs per group, dtype of the scales, groups per row, whether zero points are stored."""
+_ZEROS = {"int4": _MIDDLE[4], "int8": 0}
+"""Zero points that are not stored if a weight's first rows have no others."""
 
 
 def _form_of(rows: Codes) -> _Form:
-    return rows.kind, rows.width, rows.scales.dtype, rows.scales.shape[1]
+    has_zeros = rows.zeros is not None and bool((rows.zeros != _ZEROS[rows.kind]).any())
+    return rows.kind, rows.width, rows.scales.dtype, rows.scales.shape[1], has_zeros
 
 
 _DENSE, _ROUNDED, _CODED = "bfloat16", "rounded", "coded"
@@ -310,9 +311,9 @@ def weight_of(form: list[Any], out_features: int, in_features: int, memory: torc
     elif kind == _ROUNDED:
         made = QuantizedWeight(out_features, in_features, options[0])
     else:
-        code_kind, width, scales, groups = options
+        code_kind, width, scales, groups, has_zeros = options
         made = coded = CodedWeight(out_features, in_features, bits=4 if code_kind in ("int4", "mxfp4") else 8)
-        coded.begin((code_kind, width, getattr(torch, scales), groups))
+        coded.begin((code_kind, width, getattr(torch, scales), groups, has_zeros))
     if made.memory.nbytes != memory.nbytes or made.memory.dtype is not memory.dtype:
         raise ValueError(f"{memory.nbytes} bytes where a weight takes {made.memory.nbytes}")
     made.memory = memory

@@ -325,7 +325,7 @@ class QuantizedGatedLinear(Arguments):
     _fields_: ClassVar = [*GatedLinear._fields_, *_declared("bits")]
 
 
-_CODES = _declared("code_kind scales group *order")
+_CODES = _declared("code_kind scales group has_zeros *order")
 
 
 class CodedLinear(Arguments):
