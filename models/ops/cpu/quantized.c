@@ -19,7 +19,7 @@ static int64_t rows_in_turn(enum isa isa, int64_t bits) { return isa == WITH_AMX
 
 /* The part of a weight that is prefetched while one group of rows is multiplied, with each block. */
 static struct lines lines_ahead(enum isa isa, int64_t bits, int64_t rows, const char *blocks, int64_t size) {
-    int lines = (int)(size / LINE);
+    unsigned lines = (unsigned)(size / LINE);
     if (fetches_far()) return (struct lines){blocks + AHEAD, lines, 1, 0};
     if (reads_one_stream()) {
         int is_near = rows <= ROWS_AT_ONCE;
@@ -34,7 +34,7 @@ struct quantized_bench {
     int8_t values[STAGED_VALUES];
     int8_t unpacked[BLOCKS_AT_ONCE * BYTES_OF_VALUES];
     float scales[STAGED_VALUES / BLOCK];
-    int32_t totals[STAGED_VALUES / STEP_INPUTS];
+    int32_t offsets[STAGED_VALUES / STEP_INPUTS];
     float sums[STAGED_ROWS * PANEL];
     int32_t products[BLOCKS_AT_ONCE * TWO_TILES * PANEL];
     bf16 gates[2 * STAGED_ROWS * PANEL]; /* of one panel, or [FEW_ROWS][MOST_HELD * PANEL] */
@@ -73,8 +73,9 @@ INLINE int32_t total_of(integers v) {
     return (last[0] + last[2]) + (last[1] + last[3]);
 }
 
-/* Round a block of a row to the nearest of 255 values; returns its scale. A value that is not finite makes it NaN. */
-INLINE float stage_block(int8_t *to, int32_t *totals, const bf16 *x, int64_t count) {
+/* Round a block of a row to the nearest of 255 values; returns its scale. A value that is not finite makes it NaN.
+ * `offsets`: see `struct quantized_rows`. */
+INLINE float stage_block(int8_t *to, int32_t *offsets, const bf16 *x, int64_t count, int64_t weight_bits) {
     typedef int8_t bytes __attribute__((vector_size(LANES)));
     vector values[BLOCK / LANES];
     bits largest = {0};
@@ -90,6 +91,7 @@ INLINE float stage_block(int8_t *to, int32_t *totals, const bf16 *x, int64_t cou
     } most = {(uint32_t)largest_of((integers)largest)};
     int is_finite = most.bits < 0x7f800000;
     float inverse = is_finite && most.value > 1e-30f ? LARGEST / most.value : 0;
+    int32_t totals[STEPS], all = 0;
     for (int step = 0; step < STEPS; step++) {
         integers total = {0};
         for (int i = 0; i < STEP_INPUTS / LANES; i++) {
@@ -99,20 +101,23 @@ INLINE float stage_block(int8_t *to, int32_t *totals, const bf16 *x, int64_t cou
             bytes narrowed = __builtin_convertvector(whole, bytes);
             memcpy(to + step * BYTES_OF_TILE + i * LANES, &narrowed, sizeof narrowed);
         }
-        totals[step * LANES] = total_of(total);
+        all += totals[step] = total_of(total);
     }
+    for (int step = 0; step < STEPS; step++)
+        offsets[step * LANES] = weight_bits == 8 ? -MIDDLE_OF_8 * all : -MIDDLE * totals[step];
     return is_finite ? most.value / LARGEST : __builtin_nanf("");
 }
 
-CLONES static void stage_row(struct quantized_bench *bench, int64_t row, const bf16 *x, int64_t inputs) {
+CLONES static void stage_row(struct quantized_bench *bench, int64_t row, const bf16 *x, int64_t inputs,
+                             int64_t weight_bits) {
     int64_t blocks = parts(inputs, BLOCK), tile = row / LANES * blocks, place = row % LANES;
     int8_t *to = bench->values + tile * STEPS * BYTES_OF_TILE + place * STEP_INPUTS;
     float *scales = bench->scales + tile * LANES + place;
-    int32_t *totals = bench->totals + tile * STEPS * LANES + place;
+    int32_t *offsets = bench->offsets + tile * STEPS * LANES + place;
     for (int64_t block = 0; block < blocks; block++)
         scales[block * LANES] =
-            stage_block(to + block * STEPS * BYTES_OF_TILE, totals + block * STEPS * LANES, x + block * BLOCK,
-                        min64(BLOCK, inputs - block * BLOCK));
+            stage_block(to + block * STEPS * BYTES_OF_TILE, offsets + block * STEPS * LANES, x + block * BLOCK,
+                        min64(BLOCK, inputs - block * BLOCK), weight_bits);
 }
 
 /* Where a thread is: the rows that are staged, -1 for none. */
@@ -120,16 +125,18 @@ struct place {
     struct quantized_bench *bench;
     const struct panel_products *products; /* by which sums are rounded */
     enum isa isa;
+    int64_t bits;          /* of the weight */
     const int64_t *tokens; /* row of x for each row, or NULL */
     int64_t first_row;
     int is_large; /* whether the output is too large to be read again from a cache */
 };
 
-static struct place prepare(struct worker *worker) {
+static struct place prepare(struct worker *worker, int64_t bits) {
     prepare_tiles(worker->isa);
     return (struct place){.bench = (struct quantized_bench *)worker->scratch,
                           .products = panel_products(worker->isa),
                           .isa = worker->isa,
+                          .bits = bits,
                           .first_row = -1};
 }
 
@@ -137,15 +144,16 @@ static struct place prepare(struct worker *worker) {
 static void stage_rows(const struct linear *op, struct place *at, int64_t first, int64_t count) {
     for (int64_t row = 0; at->first_row != first && row < count; row++) {
         int64_t token = at->tokens ? at->tokens[first + row] : first + row;
-        stage_row(at->bench, row, op->x + token * op->x_stride, op->in_features);
+        stage_row(at->bench, row, op->x + token * op->x_stride, op->in_features, at->bits);
     }
     at->first_row = first;
     prepare_rows(at->isa, count);
 }
 
 /* Sums of staged rows times one panel. As many blocks at once as stay in the L1 cache from row to row. */
-static void multiply_panel(const struct linear *op, int64_t bits, const struct place *at, int64_t rows, int64_t number) {
+static void multiply_panel(const struct linear *op, const struct place *at, int64_t rows, int64_t number) {
     struct quantized_bench *bench = at->bench;
+    int64_t bits = at->bits;
     const struct quantized_products *by = quantized_products(at->isa, rows, bits);
     int64_t blocks = parts(op->in_features, BLOCK), groups = parts(rows, TWO_TILES), size = bytes_of_block(bits);
     const char *weight = (const char *)op->weight + number * blocks * size;
@@ -159,11 +167,11 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
             unpack_values(&panel, bench->unpacked);
             panel.values = bench->unpacked, panel.values_stride = BYTES_OF_VALUES;
         }
-        struct lines ahead = {panel.blocks + panel.count * size, (int)parts(size / LINE, groups), 0, 0};
+        struct lines ahead = {panel.blocks + panel.count * size, (unsigned)parts(size / LINE, groups), 0, 0};
         if (groups == 1) ahead = lines_ahead(at->isa, bits, rows, panel.blocks, size);
         const struct quantized_rows here = {.values = bench->values + block * STEPS * BYTES_OF_TILE,
                                             .scales = bench->scales + block * LANES,
-                                            .totals = bench->totals + block * STEPS * LANES,
+                                            .offsets = bench->offsets + block * STEPS * LANES,
                                             .blocks = blocks,
                                             .count = rows};
         by->multiply(&here, &panel, bench->sums, bench->products, &ahead);
@@ -171,11 +179,11 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
 }
 
 /* Multiply `count` rows from `first` on by the panels from `panel` to `past`. */
-static void multiply_panels(const struct linear *op, int64_t bits, struct place *at, int64_t first, int64_t count,
-                            int64_t panel, int64_t past) {
+static void multiply_panels(const struct linear *op, struct place *at, int64_t first, int64_t count, int64_t panel,
+                            int64_t past) {
     stage_rows(op, at, first, count);
     for (; panel < past; panel++) {
-        multiply_panel(op, bits, at, count, panel);
+        multiply_panel(op, at, count, panel);
         finish_panel(op, at->products, at->bench->sums, first, count, panel * PANEL, at->is_large);
     }
 }
@@ -191,10 +199,10 @@ void quantized_linear(const void *arguments, const struct step *step, struct wor
     const struct linear *op = &quantized->linear;
     int64_t rows = step->num_tokens, panels = parts(op->out_features, PANEL);
     const struct cut cut = cut_rounded(op, quantized->bits, rows, panels, worker->threads);
-    struct place at = prepare(worker);
+    struct place at = prepare(worker, quantized->bits);
     at.is_large = rows > FEW_ROWS;
     for (struct share share; take_share(&cut, worker, &share);)
-        multiply_panels(op, quantized->bits, &at, share.first, share.count, share.panel, share.past);
+        multiply_panels(op, &at, share.first, share.count, share.panel, share.past);
     if (at.is_large) settle_rounded();
 }
 
@@ -213,12 +221,12 @@ static void gate_panels(const struct quantized_gated_linear *quantized, struct p
     struct quantized_bench *bench = at->bench;
     int64_t half = op->out_features / PANEL / 2, stride = panels * PANEL, rows = share->count;
     for (int64_t i = 0; i < panels; i++) {
-        multiply_panel(op, quantized->bits, at, rows, panel + i);
+        multiply_panel(op, at, rows, panel + i);
         round_panel(op, at, rows, panel + i, bench->gates + i * PANEL, stride);
     }
     for (int64_t i = 0; i < panels; i++) {
         bf16 *out = (bf16 *)op->out + share->first * op->out_stride + (panel + i) * PANEL;
-        multiply_panel(op, quantized->bits, at, rows, half + panel + i);
+        multiply_panel(op, at, rows, half + panel + i);
         round_panel(op, at, rows, half + panel + i, bench->ups, PANEL);
         gate_panel(&quantized->gated.by, bench->gates + i * PANEL, stride, bench->ups, rows, bench->gated);
         at->products->put(bench->gated, rows, at->is_large, out, op->out_stride);
@@ -232,7 +240,7 @@ void quantized_gated_linear(const void *arguments, const struct step *step, stru
     const struct linear *op = &quantized->gated.linear;
     int64_t rows = step->num_tokens, panels = op->out_features / PANEL / 2;
     const struct cut cut = cut_rounded(op, quantized->bits, rows, panels, worker->threads);
-    struct place at = prepare(worker);
+    struct place at = prepare(worker, quantized->bits);
     at.is_large = rows > FEW_ROWS;
     for (struct share share; take_share(&cut, worker, &share);) {
         int64_t held = share.count <= FEW_ROWS ? MOST_HELD : 1;
@@ -252,11 +260,11 @@ void quantized_greedy_head(const struct greedy_head *op, const struct step *step
                                    .out_features = op->out_features};
     int64_t panels = parts(op->out_features, PANEL);
     const struct cut cut = cut_rounded(&product, op->bits, step->num_tokens, panels, worker->threads);
-    struct place at = prepare(worker);
+    struct place at = prepare(worker, op->bits);
     for (struct share share; take_share(&cut, worker, &share);) {
         stage_rows(&product, &at, share.first, share.count);
         for (int64_t panel = share.panel; panel < share.past; panel++) {
-            multiply_panel(&product, op->bits, &at, share.count, panel);
+            multiply_panel(&product, &at, share.count, panel);
             keep_best(op, at.bench->sums, share.first, share.count, panel * PANEL, worker->thread);
         }
     }
@@ -270,13 +278,13 @@ void quantized_grouped_linear(const void *arguments, const struct step *step, st
     int64_t bytes = blocks * bytes_of_block(quantized->bits);
     int64_t share = panels_of_task(1, bytes, panels, worker->threads), shares = parts(panels, share);
     struct run run = {.number = -1, .group = -1};
-    struct place at = prepare(worker);
+    struct place at = prepare(worker, quantized->bits);
     at.tokens = op->tokens;
     for (int64_t task; task = take_task(worker), find_run(op, step, &run, task / shares);) {
         const struct linear one = product_of_run(op, &run, panels * bytes);
         int64_t panel = task % shares * share, past = min64(panels, panel + share), end = run.start + run.count;
         for (int64_t first = run.start; first < end; first += at_once)
-            multiply_panels(&one, quantized->bits, &at, first, min64(at_once, end - first), panel, past);
+            multiply_panels(&one, &at, first, min64(at_once, end - first), panel, past);
     }
     clear_past_runs(op, step, worker, run.start);
 }

@@ -24,6 +24,7 @@
 #define TWO_TILES (2 * LANES) /* rows at a time */
 #define LARGEST 127         /* a value is at most, at 8 bits; at 4 bits it is -8 to 7 */
 #define MIDDLE 8            /* added to a value of 4 bits */
+#define MIDDLE_OF_8 128     /* added to a value of 8 bits by products that take it for a number without a sign */
 #define BLOCKS_AT_ONCE 4    /* part of a panel that stays in the L1 cache while many rows are multiplied by it */
 
 static inline int64_t scales_of_block(int64_t bits) { return bits == 8 ? PANEL : STEPS * PANEL; }
@@ -32,21 +33,22 @@ static inline int64_t bytes_of_block(int64_t bits) {
     return scales_of_block(bits) * (int64_t)sizeof(bf16) + BYTES_OF_VALUES * bits / 8;
 }
 
-/* Rows by 16: values as tiles [16 rows][64], and of each block and step a line of 16 rows. */
+/* Rows by 16: values as tiles [16 rows][64], and of each block and step a line of 16 rows. Sums of integers begin with
+ * an offset, minus what MIDDLE adds to a step's sum, or MIDDLE_OF_8 to a block's. */
 struct quantized_rows {
-    const int8_t *values;  /* [steps][16][64] */
-    const float *scales;   /* [blocks][16] */
-    const int32_t *totals; /* [steps][16] sums of the values */
-    int64_t blocks;        /* of all inputs: from one 16 to the next */
+    const int8_t *values;   /* [steps][16][64] */
+    const float *scales;    /* [blocks][16] */
+    const int32_t *offsets; /* [steps][16]; of 8 bits, a block's are equal */
+    int64_t blocks;         /* of all inputs: from one 16 to the next */
     int64_t count;
 };
 
 /* The part of a weight that is prefetched while the previous part is multiplied. */
 struct lines {
     const char *at;
-    int lines;   /* with each block */
-    int is_near; /* whether to the first cache */
-    int in_turn; /* whether a line of each of eight pages in turn */
+    unsigned lines; /* with each block */
+    int is_near;    /* whether to the first cache */
+    int in_turn;    /* whether a line of each of eight pages in turn */
 };
 
 #define PAGES_IN_TURN (8 * 4096) /* bytes */
@@ -58,14 +60,14 @@ static inline const char *in_turn(const char *line) {
 }
 
 /* Part `part` of `of` equal parts of the lines that are to be fetched with a block. */
-static inline void fetch(struct lines *ahead, int part, int of) {
-    int from = ahead->lines * part / of, past = ahead->lines * (part + 1) / of;
+static inline void fetch(struct lines *ahead, unsigned part, unsigned of) {
+    unsigned from = ahead->lines * part / of, past = ahead->lines * (part + 1) / of;
     if (ahead->in_turn)
-        for (int line = from; line < past; line++) __builtin_prefetch(in_turn(ahead->at + line * LINE), 0, 2);
+        for (unsigned line = from; line < past; line++) __builtin_prefetch(in_turn(ahead->at + line * LINE), 0, 2);
     else if (ahead->is_near)
-        for (int line = from; line < past; line++) __builtin_prefetch(ahead->at + line * LINE, 0, 3);
+        for (unsigned line = from; line < past; line++) __builtin_prefetch(ahead->at + line * LINE, 0, 3);
     else
-        for (int line = from; line < past; line++) __builtin_prefetch(ahead->at + line * LINE, 0, 2);
+        for (unsigned line = from; line < past; line++) __builtin_prefetch(ahead->at + line * LINE, 0, 2);
     if (part + 1 == of) ahead->at += ahead->lines * LINE;
 }
 

@@ -18,7 +18,7 @@ NEON INLINE pair_of_words neon_dot_fours(pair_of_words sum, pair_of_words weight
 #define TARGET NEON
 #define WIDTH 4
 #define ROWS 4
-#define OFFSET 0
+#define UNSIGNED 0
 #include "quantized_kernel.h"
 
 const struct quantized_products quantized_neon = {0, neon_multiply};

@@ -8,8 +8,7 @@
 
 #define AT_ONCE 2 /* vectors of outputs */
 
-/* ---- Vectors. A product of fours adds, to each 32-bit sum, four bytes of the weight, to which OFFSET was added, times
- * four bytes of a row. ---- */
+/* ---- Vectors. A product of fours adds to each 32-bit sum four bytes of the weight times four bytes of a row. ---- */
 
 AVX512 INLINE __m512i avx512_dot_fours(__m512i sum, __m512i weight, __m512i x) {
     return _mm512_dpbusd_epi32(sum, weight, x);
@@ -18,7 +17,7 @@ AVX512 INLINE __m512i avx512_dot_fours(__m512i sum, __m512i weight, __m512i x) {
 #define TARGET AVX512
 #define WIDTH 16
 #define ROWS 8
-#define OFFSET 128
+#define UNSIGNED 1
 #include "quantized_kernel.h"
 
 AVX_VNNI INLINE __m256i avx_vnni_dot_fours(__m256i sum, __m256i weight, __m256i x) {
@@ -28,7 +27,7 @@ AVX_VNNI INLINE __m256i avx_vnni_dot_fours(__m256i sum, __m256i weight, __m256i 
 #define TARGET AVX_VNNI
 #define WIDTH 8
 #define ROWS 4
-#define OFFSET 128
+#define UNSIGNED 1
 #include "quantized_kernel.h"
 
 /* Sums of two products have 16 bits, which is enough without an offset: at most 2 * 127 * 127. */
@@ -40,7 +39,7 @@ AVX2 INLINE __m256i avx2_dot_fours(__m256i sum, __m256i weight, __m256i x) {
 #define TARGET AVX2
 #define WIDTH 8
 #define ROWS 4
-#define OFFSET 0
+#define UNSIGNED 0
 #include "quantized_kernel.h"
 
 const struct quantized_products quantized_avx512 = {0, avx512_multiply}, quantized_avx_vnni = {0, avx_vnni_multiply},
