@@ -93,7 +93,8 @@ def serve_floor(port: int) -> None:
 
 def serve(port: int) -> int:
     """A server whose core is the stub."""
-    from engine.config.config import Config, ServerConfig
+    from engine.config.config import Config
+    from engine.config.server import ServerConfig
     from engine.distributed import core_process
     from server.process import run
 

@@ -26,7 +26,8 @@ from engine.batch import ScheduledBatch
 from engine.client.core_manager import CoreManager
 from engine.client.llm_engine import LLMEngine
 from engine.client.placement import Placement
-from engine.config.config import Config, ParallelConfig, ServerConfig
+from engine.config.config import Config, ParallelConfig
+from engine.config.server import ServerConfig
 from engine.distributed.curve import CurveAuthenticator
 from engine.distributed.host_resources import own_cpus
 from engine.distributed.rank_link import SharedMemory, StepAddress

@@ -10,7 +10,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.client.core_manager import CoreManager
-from engine.config.config import Config, ServerConfig
+from engine.config.config import Config
+from engine.config.server import ServerConfig
 from engine.config.settings import ModelEntry, ModelList
 from server import error_answers, openapi
 from server.access_log import ANTHROPIC_HEADER, AccessLog

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engine.client.core_manager import CoreManager
-from engine.config.config import Config, ServerConfig
+from engine.config.config import Config
 from engine.config.release import release
+from engine.config.server import ServerConfig
 from engine.config.settings import read_models
 from engine.distributed.logs import BARE, configure_logging
 from engine.distributed.processes import forbid_inspection, name_process

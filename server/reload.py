@@ -4,7 +4,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from engine.config.config import Config, ServerConfig
+from engine.config.config import Config
+from engine.config.server import ServerConfig
 from engine.config.settings import ModelList, read_models
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from engine.sampling_params import SamplingParams
 from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, InvalidRequest, NewSequence
 from engine.text.structured.compiler import GrammarChecks

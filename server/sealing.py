@@ -16,8 +16,8 @@ from typing import Literal, Self, TypeAlias
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from engine.config.config import ServerConfig
 from engine.config.paths import why_unreadable
+from engine.config.server import ServerConfig
 
 Kind: TypeAlias = Literal["reasoning", "compaction", "signature"]
 

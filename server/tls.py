@@ -6,8 +6,8 @@ import ssl
 import time
 from typing import NoReturn, Self
 
-from engine.config.config import ServerConfig
 from engine.config.paths import check_regular, why_unreadable
+from engine.config.server import ServerConfig
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,9 @@ from pydantic import SecretStr, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
-from engine.config.config import CLUSTER_KEY_ENV, Config, Section, ServerConfig
+from engine.config.config import CLUSTER_KEY_ENV, Config
+from engine.config.section import Section
+from engine.config.server import ServerConfig
 from engine.config.spelling import nearest
 
 ENV_PREFIX = "KAON_"

@@ -19,7 +19,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from server.access_log import RequestFacts, new_request_id
 from server.batches.store import Batch, BatchStore, FileNotFound, Line, LineAt, output_line
 from server.errors import BadRequest, EngineError, InvalidApiKey, ShuttingDown

@@ -14,7 +14,8 @@ from typing import NamedTuple, Self
 
 from starlette.requests import ClientDisconnect
 
-from engine.config.config import Config, ServerConfig
+from engine.config.config import Config
+from engine.config.server import ServerConfig
 from engine.messages import ModelInfo
 from engine.text.io_processor import InvalidRequest
 from server.errors import ApiError, NotReady, Overloaded, ShuttingDown

@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Self
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from server.errors import ApiError
 from server.limits.accounts import Accounts
 from server.limits.owners import Owner

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from engine.config.config import ServerConfig
 from engine.config.paths import read_small_file, why_unreadable
+from engine.config.server import ServerConfig
 from server.errors import InvalidApiKey
 from server.limits.key_file import KeyFile
 from server.limits.owners import AcceptedKey, Owner, digest_of

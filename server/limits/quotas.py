@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from server.errors import Overloaded
 from server.limits.accounts import Accounts, Tally
 from server.limits.owners import NO_QUOTAS, Owner, Quotas

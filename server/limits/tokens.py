@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from engine.config.config import ServerConfig
 from engine.config.paths import read_small_file, why_unreadable
+from engine.config.server import ServerConfig
 from server.errors import InvalidApiKey, NotReady
 from server.limits.owners import ALL_SCOPES, Owner, Scope
 

@@ -8,7 +8,7 @@ from typing import Self
 import msgspec
 from fastapi import FastAPI
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from server.limits.accounts import Accounts
 from server.limits.owners import Owner
 from server.responses.rendering import ResponsesRenderer

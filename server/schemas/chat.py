@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from engine.config.config import TEMPLATE_ARGUMENTS
+from engine.config.server import TEMPLATE_ARGUMENTS
 from server.ignored import ignore
 from server.schemas.body import (
     NO_CHANGE,

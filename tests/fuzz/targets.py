@@ -24,7 +24,7 @@ from jwt.algorithms import ECAlgorithm
 from starlette.datastructures import Headers
 from uvicorn.server import ServerState
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from engine.distributed.host_messages import FromHost, ToHost
 from engine.distributed.rank_link import FromRank, RankLaunch
 from engine.messages import Inbound, ModelInfo, Outbound

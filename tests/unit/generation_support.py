@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from engine.client.core_manager import CoreManager, EngineDeadError
-from engine.config.config import Config, ServerConfig
+from engine.config.config import Config
+from engine.config.server import ServerConfig
 from engine.messages import AddRequest, ModelInfo, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
 from engine.text.io_processor import InputOutputProcessor

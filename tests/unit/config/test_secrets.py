@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from engine.config.config import Config, ParallelConfig, ServerConfig
+from engine.config.config import Config, ParallelConfig
+from engine.config.server import ServerConfig
 from server import process as serve
 
 ROOT = Path(__file__).parents[3]

@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 from pydantic import ValidationError
 
-from engine.config.config import Config, ParallelConfig, Section, SpeculativeConfig
+from engine.config.config import Config, ParallelConfig, SpeculativeConfig
+from engine.config.section import Section
 from engine.config.settings import (
     _INSTEAD,
     _OTHER_NAMES,

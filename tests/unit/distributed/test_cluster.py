@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.config.config import CLUSTER_KEY_ENV, Config, ParallelConfig, ServerConfig
+from engine.config.config import CLUSTER_KEY_ENV, Config, ParallelConfig
+from engine.config.server import ServerConfig
 from engine.distributed.cluster import ClusterKeys, CurvePair, HostAgreement, place_evenly, read_cluster_key
 from engine.distributed.curve import CurveAuthenticator, bind_curve, curve_client, endpoint, resolve
 from engine.distributed.rank_link import RankLoaded, RankServes

@@ -6,7 +6,8 @@ import re
 import pytest
 from starlette.requests import ClientDisconnect
 
-from engine.config.config import Config, ParallelConfig, ServerConfig
+from engine.config.config import Config, ParallelConfig
+from engine.config.server import ServerConfig
 from engine.messages import ModelInfo
 from engine.text.io_processor import InvalidRequest
 from server.errors import BadRequest, NotReady, Overloaded, ShuttingDown

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from server.errors import ApiError, Overloaded
 from server.limits.accounts import RESOURCES, Accounts
 from server.limits.admission import KeyShares

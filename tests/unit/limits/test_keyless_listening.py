@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from engine.config.config import Config, ParallelConfig, ServerConfig
+from engine.config.config import Config, ParallelConfig
+from engine.config.server import ServerConfig
 from engine.config.settings import load_config
 from server import process as serve
 from server.limits.keys import ApiKeys

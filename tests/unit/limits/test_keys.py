@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from server.cli import main
 from server.errors import InvalidApiKey
 from server.limits.key_file import KeyFile

@@ -22,7 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
 from engine.client.core_manager import CoreManager
-from engine.config.config import Config, ServerConfig
+from engine.config.config import Config
+from engine.config.server import ServerConfig
 from server.app import create_app
 from server.errors import InvalidApiKey, NotReady
 from server.limits import tokens

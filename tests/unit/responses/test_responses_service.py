@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from openai.types.responses import Response
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from engine.text.request_state import RequestDelta
 from server.errors import NotReady
 from server.limits.owners import ANYONE

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from server.batches.runner import MAX_LINES, Pace, open_store, read_lines
 from server.batches.store import (
     Batch,

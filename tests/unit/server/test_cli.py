@@ -11,7 +11,8 @@ import pytest
 import shtab
 
 import server.process
-from engine.config.config import Config, ServerConfig
+from engine.config.config import Config
+from engine.config.server import ServerConfig
 from server.cli import main
 from server.commands import chat
 

@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.config.config import Config, ServerConfig
+from engine.config.config import Config
+from engine.config.server import ServerConfig
 from engine.distributed.logs import BARE
 from server.access_log import AccessLog
 from server.app import create_app

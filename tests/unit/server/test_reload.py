@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from engine.config.config import Config, ServerConfig
+from engine.config.config import Config
+from engine.config.server import ServerConfig
 from engine.config.settings import read_models
 from server.limits.keys import ApiKeys
 from server.reload import Reloader

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from server.sealing import Changed, Foreign, Seal
 
 SEAL = Seal(b"0123456789abcdef")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from engine.config.settings import SETTINGS
 from server.service_manager import ServiceManager
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.config import ServerConfig
+from engine.config.server import ServerConfig
 from server import tls
 from server.tls import tls_context
 
