@@ -996,8 +996,8 @@ _STRUCTURED = (
     ),
     Mutation(
         "structured/backslash-in-a-choice",
-        "if character in '\"\\\\':",
-        "if character in '\"':",
+        "for each in '\"\\\\'}",
+        "for each in '\"'}",
         ("unit/text/test_structured_spec.py", "unit/text/test_structured_matchers.py"),
     ),
     Mutation(
