@@ -67,6 +67,8 @@ class ChatTemplate:
         """Whether earlier reasoning is read as `thinking` (LFM2.5); gpt-oss's template refuses it next to content."""
         self._reads_thinking_parts = "[THINK]" in self.source and _THINKING_PART.search(self.source) is not None
         """Whether earlier reasoning is read as a part of the content (Ministral 3)."""
+        self._reads_blocks = _THOUGHTS_BLOCK.search(self.source) is not None
+        """Whether earlier reasoning is read as a block of a content that is an object (Apertus)."""
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> Self | None:
@@ -105,14 +107,16 @@ class ChatTemplate:
             messages = [{"thinking": each["reasoning"], **each} if "reasoning" in each else each for each in messages]
         elif self._reads_thinking_parts:
             messages = [_with_thinking_part(each) if "reasoning" in each else each for each in messages]
+        elif self._reads_blocks and any("reasoning" in each for each in messages):
+            messages = [_with_blocks(each) for each in messages]
         values = {**self._special_tokens, "documents": None, **variables}
         values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
         pieces = []
         length = 0
         most = self._max_characters or MAX_RENDERED_CHARACTERS
         deadline = time.monotonic() + MAX_RENDER_SECONDS
-        if tools and self._reads_bare_tools:
-            values["tools"] = [tool.get("function", tool) for tool in tools]
+        if tools:
+            values["tools"] = self._with_shown_tools(tools)
         template = self._choose(tools)
         context = template.new_context(values)
         try:
@@ -201,6 +205,21 @@ class ChatTemplate:
                 return min(shown, key=lambda form: len(shown[form]))
         return _CallForm("", False)
 
+    def _with_shown_tools(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Write tools in the form that the template reads."""
+        if self._needs_descriptions:
+            tools = [_with_description(tool) for tool in tools]
+        return [tool.get("function", tool) for tool in tools] if self._reads_bare_tools else tools
+
+    @cached_property
+    def _needs_descriptions(self) -> bool:
+        """Whether the template fails on a function without a description (Apertus)."""
+        chat = [{"role": "user", "content": "Hi"}]
+        without: dict[str, Any] = {**_PROBE_TOOL, "function": {**_PROBE_TOOL["function"]}}
+        del without["function"]["description"]
+        described, bare = (tool["function"] if self._reads_bare_tools else tool for tool in (_PROBE_TOOL, without))
+        return self._probe(chat, [bare]) is None and self._probe(chat, [described]) is not None
+
     @cached_property
     def _reads_bare_tools(self) -> bool:
         """Whether the template reads a function where others read it as `function` of a tool (Apertus)."""
@@ -234,6 +253,7 @@ _PROBE_TOOL: dict[str, Any] = {
     "function": {"name": _PROBE, "description": "Tests.", "parameters": {"type": "object", "properties": {}}},
 }
 _THINKING_PART = re.compile(r"""== *["']thinking["']""")
+_THOUGHTS_BLOCK = re.compile(r"""== *["']thoughts["']""")
 
 
 class _CallForm(NamedTuple):
@@ -273,6 +293,23 @@ def _with_thinking_part(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if content:
         parts.append({"type": "text", "text": content})
     return {**message, "content": parts}
+
+
+def _with_blocks(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Move the reasoning and text of an assistant's message into blocks. A template that reads these refuses a chat
+    in which only some messages have them."""
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str | None):
+        return message
+    texts = ("thoughts", message.get("reasoning")), ("response", content)
+    return {**message, "content": {"blocks": [{"type": kind, "text": text} for kind, text in texts if text]}}
+
+
+def _with_description(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or function.get("description") is not None:
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
 
 
 def _joins(shown: Sequence[Mapping[str, Any]], message: Mapping[str, Any], texts: dict[int, list[str]]) -> bool:

@@ -254,7 +254,7 @@ class AnswerFormat:
                 content = lark.any_of(
                     [content]
                     + [
-                        f"{lark.spelled(begin)} {gap} {content} {gap} {lark.spelled(end)}"
+                        f"{lark.spelled(begin)} {gap} {content} {gap} ({lark.spelled(end)})?"
                         for begin, end in self._reasoning.content_tags
                     ]
                 )
@@ -288,7 +288,7 @@ class AnswerFormat:
         dialect = self._reasoning
         if dialect is None or is_closed(dialect, prompt_tail):
             return "", False
-        rest = f"{lark.until(dialect.close_tag)} {lark.rule(_NEWLINES)}"
+        rest = f"{lark.until(dialect.close_tag)} {lark.rule(_NEWLINES)} {lark.spelled(dialect.next_message)}"
         if is_open(dialect, prompt_tail):
             return rest, False
         return f"{lark.spelled(dialect.open_tag)} {rest}", True

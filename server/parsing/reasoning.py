@@ -30,7 +30,7 @@ def is_closed(dialect: ReasoningDialect, prompt_tail: str) -> bool:
 class TaggedReasoning(FedParser):
     """Text between the tags is reasoning, text after them is content; newlines next to a tag are dropped.
 
-    Tags around the content are dropped.
+    Tags around the content are dropped, and the text that begins a further message.
 
     Tags are recognised only at the beginning of an answer. A later tag is content. A closing tag of reasoning that is
     not open is dropped there: models write it whose templates show turns without reasoning in that form.
@@ -52,6 +52,7 @@ class TaggedReasoning(FedParser):
             feed.end_record()
             yield from feed.skip("\n")
             yield from self._think()
+            yield from feed.take_marker(self._dialect.next_message)
             feed.begin_record()
         elif (yield from feed.take_marker(self._dialect.close_tag)):
             feed.end_record()
@@ -64,6 +65,7 @@ class TaggedReasoning(FedParser):
                 newlines, marker = yield from self._pass_up_to(Markers(end), TextPart)
                 if marker:
                     yield from feed.skip("\n")
+                    yield from feed.take_marker(self._dialect.next_message)
                 elif newlines:
                     self._parts.append(TextPart(newlines))
                 break
@@ -168,6 +170,23 @@ REASONING_DIALECTS.register("apertus")(
 )
 REASONING_DIALECTS.register("longcat")(
     ReasoningDialect("<longcat_think>", "</longcat_think>", detect=lambda signs: "<longcat_think>" in signs.template)
+)
+# Solar Open writes reasoning, content and calls as messages of their own.
+REASONING_DIALECTS.register("solar_open")(
+    ReasoningDialect(
+        "<|think|>",
+        "<|end|>",
+        detect=lambda signs: "<|think|>" in signs.template and "<|tool_call:begin|>" in signs.template,
+        content_tags=(("<|content|>", "<|end|>"),),
+        next_message="<|begin|>assistant",
+    )
+)
+REASONING_DIALECTS.register("hy_v3_opensource")(
+    ReasoningDialect(
+        "<think:opensource>",
+        "</think:opensource>",
+        detect=lambda signs: "<think:opensource>" in signs.template or signs.has_token("<think:opensource>"),
+    )
 )
 # The next two dialects have sentences for tags.
 REASONING_DIALECTS.register("apriel")(

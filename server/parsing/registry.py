@@ -70,6 +70,8 @@ class ReasoningDialect:
     """Whether the model reasons unless the prompt prevents it, and may omit the opening tag."""
     content_tags: tuple[tuple[str, str], ...] = ()
     """Pairs of tags that may enclose the content; they are dropped."""
+    next_message: str = ""
+    """Text after the closing tag of reasoning or content, if the model writes each of them as a message of its own."""
     opening: str = ""
     """First token of `open_tag`, if the tag is more than one token."""
     aliases: tuple[str, ...] = ()
@@ -82,7 +84,9 @@ TOOL_DIALECTS: Registry[ToolDialect] = Registry(
         "seed_oss": "server.parsing.dialects.qwen_coder",
         "mimo": "server.parsing.dialects.qwen_coder",
         "qwen3_coder": "server.parsing.dialects.qwen_coder",
+        "hy_v3_opensource": "server.parsing.dialects.glm",
         "hy_v3": "server.parsing.dialects.glm",
+        "longcat_keys": "server.parsing.dialects.glm",
         "glm47": "server.parsing.dialects.glm",
         "glm45": "server.parsing.dialects.glm",
         "deepseek_v3": "server.parsing.dialects.deepseek",
@@ -94,8 +98,11 @@ TOOL_DIALECTS: Registry[ToolDialect] = Registry(
         "deepseek_v41": "server.parsing.dialects.invoke",
         "gigachat35": "server.parsing.dialects.invoke",
         "dots": "server.parsing.dialects.invoke",
+        "minicpm5": "server.parsing.dialects.invoke",
         "kimi_k2": "server.parsing.dialects.kimi",
+        "solar_open": "server.parsing.dialects.kimi",
         "gemma4": "server.parsing.dialects.gemma",
+        "functiongemma": "server.parsing.dialects.gemma",
         "cohere_command": "server.parsing.dialects.json_list",
         "apertus": "server.parsing.dialects.json_list",
         "gigachat31": "server.parsing.dialects.json_list",
@@ -104,12 +111,14 @@ TOOL_DIALECTS: Registry[ToolDialect] = Registry(
         "phi4_mini_json": "server.parsing.dialects.json_list",
         "granite": "server.parsing.dialects.json_list",
         "hunyuan_a13b": "server.parsing.dialects.json_list",
+        "granite_20b_fc": "server.parsing.dialects.json_list",
         "mistral_args": "server.parsing.dialects.mistral",
         "mistral": "server.parsing.dialects.mistral",
         "lfm2": "server.parsing.dialects.pythonic",
         "olmo3": "server.parsing.dialects.pythonic",
         "longcat": "server.parsing.dialects.hermes",
         "hermes": "server.parsing.dialects.hermes",
+        "xlam": "server.parsing.dialects.llama_json",
         "pythonic": "server.parsing.dialects.pythonic",
         "llama3_json": "server.parsing.dialects.llama_json",
     },
@@ -120,7 +129,7 @@ REASONING_DIALECTS: Registry[ReasoningDialect] = Registry(
     dict.fromkeys(
         (
             *("seed_oss", "minimax_m3", "gemma4", "cohere_command", "hunyuan_a13b", "ernie45", "mistral", "apertus"),
-            *("longcat", "apriel", "granite", "think", "deepseek_r1"),
+            *("longcat", "apriel", "granite", "solar_open", "hy_v3_opensource", "think", "deepseek_r1"),
         ),
         "server.parsing.reasoning",
     ),

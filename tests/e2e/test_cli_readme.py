@@ -43,4 +43,4 @@ def test_a_curl_example_gives_the_answer_shown(server: KaonServer, command: str,
 def test_a_python_example_prints_what_is_shown(server: KaonServer, script: str, said: str) -> None:
     script = script.replace("http://127.0.0.1:8000", server.url)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == said.strip()
+    assert done.stdout.rstrip("\n") == said.rstrip("\n")

@@ -65,18 +65,22 @@ def _qwen(around: str, value: Callable[[Any], str], prefix: str = "") -> Callabl
     return write
 
 
-def _glm(line: str, begin: str = "", end: str = "", separator: str = "") -> Callable[[Sequence[Call]], str]:
+def _glm(line: str, *, has_block: bool = False, prefix: str = "", suffix: str = "") -> Callable[[Sequence[Call]], str]:
+    def tags(name: str) -> tuple[str, str]:
+        return f"<{prefix}{name}{suffix}>", f"</{prefix}{name}{suffix}>"
+
+    (begin, end), (call_begin, call_end) = tags("tool_calls"), tags("tool_call")
+    (key_begin, key_end), (value_begin, value_end) = tags("arg_key"), tags("arg_value")
+    separator = tags("tool_sep")[0] if has_block else ""
+
     def write(calls: Sequence[Call]) -> str:
-        return (
-            begin
-            + line.join(
-                f"<tool_call>{call.name}{separator}{line}"
-                + _members(call, f"<arg_key>{{key}}</arg_key>{line}<arg_value>", _bare, f"</arg_value>{line}", "")
-                + "</tool_call>"
-                for call in calls
-            )
-            + end
+        each = line.join(
+            f"{call_begin}{call.name}{separator}{line}"
+            + _members(call, f"{key_begin}{{key}}{key_end}{line}{value_begin}", _bare, f"{value_end}{line}", "")
+            + call_end
+            for call in calls
         )
+        return f"{begin}\n{each}\n{end}" if has_block else each
 
     return write
 
@@ -147,19 +151,43 @@ def _kimi(calls: Sequence[Call]) -> str:
     return f"<|tool_calls_section_begin|>{each}<|tool_calls_section_end|>"
 
 
-def _gemma_value(value: Any) -> str:
+def _solar(calls: Sequence[Call]) -> str:
+    return "<|tool_calls|>" + "".join(
+        f"<|tool_call:begin|>{number:010}<|tool_call:name|>{call.name}<|tool_call:args|>{_json(call.arguments)}"
+        "<|tool_call:end|>"
+        for number, call in enumerate(calls)
+    )
+
+
+def _cdata(value: Any) -> str:
+    """Text in CDATA if it needs it; other values as Jinja prints them."""
+    return f"<![CDATA[{value}]]>" if isinstance(value, str) and re.search("[<&\n]", value) else str(value)
+
+
+def _minicpm(calls: Sequence[Call]) -> str:
+    return "\n".join(
+        f'<function name="{call.name}">{_members(call, PARAM, _cdata, "</param>", "")}</function>' for call in calls
+    )
+
+
+PARAM = '<param name="{key}">'
+
+
+def _gemma_value(value: Any, quote: str) -> str:
     match value:
         case str():
-            return f'<|"|>{value}<|"|>'
+            return f"{quote}{value}{quote}"
         case dict():
-            return f"{{{','.join(f'{key}:{_gemma_value(each)}' for key, each in sorted(value.items()))}}}"
+            return f"{{{','.join(f'{key}:{_gemma_value(each, quote)}' for key, each in sorted(value.items()))}}}"
         case list():
-            return f"[{','.join(map(_gemma_value, value))}]"
+            return f"[{','.join(_gemma_value(each, quote) for each in value)}]"
     return _json(value)
 
 
-def _gemma(calls: Sequence[Call]) -> str:
-    return "".join(f"<|tool_call>call:{call.name}{_gemma_value(call.arguments)}<tool_call|>" for call in calls)
+def _gemma(begin: str, end: str, quote: str) -> Callable[[Sequence[Call]], str]:
+    return lambda calls: "".join(
+        f"{begin}call:{call.name}{_gemma_value(call.arguments, quote)}{end}" for call in calls
+    )
 
 
 def _command(calls: Sequence[Call]) -> str:
@@ -193,7 +221,9 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "seed_oss": _qwen("", _bare, "seed:"),
     "glm45": _glm("\n"),
     "glm47": _glm(""),
-    "hy_v3": _glm("\n", "<tool_calls>\n", "\n</tool_calls>", "<tool_sep>"),
+    "hy_v3": _glm("\n", has_block=True),
+    "hy_v3_opensource": _glm("\n", has_block=True, suffix=":opensource"),
+    "longcat_keys": _glm("\n", prefix="longcat_"),
     "deepseek_v3": _fenced,
     "deepseek_v31": _plain,
     "minimax_m3": _minimax_m3,
@@ -209,12 +239,17 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
         f"<|tools_prefix|>[{', '.join(_json({call.name: call.arguments}) for call in calls)}]<|tools_suffix|>"
     ),
     "kimi_k2": _kimi,
-    "gemma4": _gemma,
+    "solar_open": _solar,
+    "minicpm5": _minicpm,
+    "xlam": lambda calls: f"[{', '.join(map(_object, calls))}]",
+    "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "cohere_command": _command,
     "nemotron_json": _list("<TOOLCALL>", "</TOOLCALL>"),
     "phi4_mini_json": _list("<|tool_call|>", "<|/tool_call|>"),
     "granite": _list("<|tool_call|>", ""),
     "hunyuan_a13b": _list("<tool_calls>", "</tool_calls>"),
+    "granite_20b_fc": lambda calls: "".join(f"<function_call> {_object(call)}" for call in calls),
     "mistral_args": lambda calls: "".join(f"[TOOL_CALLS]{call.name}[ARGS]{_json(call.arguments)}" for call in calls),
     "mistral": _list("[TOOL_CALLS]", ""),
     "lfm2": lambda calls: f"<|tool_call_start|>[{', '.join(_python(call, repr) for call in calls)}]<|tool_call_end|>",
@@ -229,6 +264,10 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
 VALUE_ENDS = {
     **dict.fromkeys(("qwen3_coder", "mimo", "seed_oss"), "</parameter>"),
     **dict.fromkeys(("glm45", "glm47", "hy_v3"), "</arg_value>"),
+    "hy_v3_opensource": "</arg_value:opensource>",
+    "longcat_keys": "</longcat_arg_value>",
+    "minicpm5": "</param>",
+    "functiongemma": "<escape>",
     "minimax_m3": NAMESPACE,
     **dict.fromkeys(("minimax_m2", "dots"), "</parameter>"),
     "gigachat35": f"</{GCML}parameter>",
@@ -400,7 +439,7 @@ def test_arguments_are_read_as_they_were_written(dialect: str) -> None:
         if dialect in ("gigachat3", "gigachat31"):
             calls = calls[:1]
         thought, before, text = writing.words(), writing.words(), WRITERS[dialect](calls)
-        if dialect in ("pythonic", "llama3_json"):
+        if dialect in ("pythonic", "llama3_json", "xlam"):
             before = ""
         if dialect == registry.HARMONY:
             begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"

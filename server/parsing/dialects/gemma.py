@@ -1,12 +1,13 @@
 """Gemma 4: `<|tool_call>call:f{key:<|"|>text<|"|>,n:3,of:{k:[1,2]}}<tool_call|>`.
 
-Strings are bare text between two markers; keys, numbers and constants are bare. Objects and lists nest.
+Strings are bare text between two markers; keys, numbers and constants are bare. Objects and lists nest. FunctionGemma
+writes the same with other markers: `<start_function_call>call:f{key:<escape>text<escape>}<end_function_call>`.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from server.parsing.grammar import (
     ANY_TEXT,
@@ -22,22 +23,37 @@ from server.parsing.json_repair import mend, resolved
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import ToolCallParser
+from server.schemas.chat_tools import ToolUse
 
-BEGIN, END = "<|tool_call>", "<tool_call|>"
-QUOTE = '<|"|>'
 CALL = "call:"
-_BEGIN, _QUOTE = Markers(BEGIN), Markers(QUOTE)
 _NAME = re.compile(r"[^\s<>{}:,]*")
 _WORD = re.compile(r"[^\s<>{}\[\]:,]*")
 _CLOSING = {"{": "}", "[": "]"}
 
 
+class Form(NamedTuple):
+    """The markers of one dialect: of a call's beginning and end, and around a string."""
+
+    begin: str
+    end: str
+    quote: str
+
+
+GEMMA = Form("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = Form("<start_function_call>", "<end_function_call>", "<escape>")
+
+
 class GemmaParser(ToolCallParser):
     """Reads a call's object bracket by bracket; several calls follow one another, each between its own markers."""
 
+    def __init__(self, use: ToolUse, form: Form) -> None:
+        self._form = form
+        self._begin, self._quote = Markers(form.begin), Markers(form.quote)
+        super().__init__(use)
+
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        while (yield from self._content_until(_BEGIN)):
+        while (yield from self._content_until(self._begin)):
             yield from feed.skip_whitespace()
             called = yield from feed.take_marker(CALL)
             name = yield from feed.take_word(_NAME)
@@ -51,9 +67,9 @@ class GemmaParser(ToolCallParser):
             if (yield from self._read_object()):
                 feed.begin_record()
                 yield from feed.skip_whitespace()
-                if (yield from feed.take_marker(END)):
+                if (yield from feed.take_marker(self._form.end)):
                     feed.end_record()
-                elif not (yield from self._cut_off(END)):
+                elif not (yield from self._cut_off(self._form.end)):
                     self._record_is_content()
 
     def _read_object(self) -> Waiting[bool]:
@@ -119,8 +135,8 @@ class GemmaParser(ToolCallParser):
         """Read a key, bare or between quotes, and its colon."""
         feed = self._feed
         pieces: list[str] = []
-        if (yield from feed.take_marker(QUOTE)):
-            if not (yield from feed.take_until(_QUOTE, pieces)):
+        if (yield from feed.take_marker(self._form.quote)):
+            if not (yield from feed.take_until(self._quote, pieces)):
                 return None
         else:
             pieces.append((yield from feed.take_word(_WORD)).strip("\"'"))
@@ -132,10 +148,10 @@ class GemmaParser(ToolCallParser):
     def _read_scalar(self, before: str) -> Waiting[bool | None]:
         """Pass on `before` and the next value; returns whether the value ended, or None if there is none."""
         feed = self._feed
-        if (yield from feed.take_marker(QUOTE)):
+        if (yield from feed.take_marker(self._form.quote)):
             feed.end_record()
             self._add_arguments(before)
-            return (yield from self._stream_typed(frozenset({"string"}), _QUOTE))
+            return (yield from self._stream_typed(frozenset({"string"}), self._quote))
         if (yield from feed.next_character()) in ('"', "'"):
             feed.end_record()
             return (yield from self._stream_object(before=before))
@@ -157,8 +173,9 @@ _ANY_KEY = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"
 class _Values:
     """Expressions of values, for one function's schema."""
 
-    def __init__(self, lark: LarkWriter, root: Mapping[str, Any]) -> None:
+    def __init__(self, lark: LarkWriter, root: Mapping[str, Any], quote: str) -> None:
         self._lark = lark
+        self._quote = quote
         self._root = root
         self._any = ""
         self._written = Written()
@@ -176,7 +193,7 @@ class _Values:
     def _value(self, schema: Any, depth: int) -> str:
         lark = self._lark
         if isinstance(schema, FreeText):
-            return f"{lark.spelled(QUOTE)} {lark.until(QUOTE, lark.text(schema.grammar, escaped=False))}"
+            return f"{lark.spelled(self._quote)} {lark.until(self._quote, lark.text(schema.grammar, escaped=False))}"
         if not isinstance(schema, dict) or not schema or not depth:
             return self._any_value()
         if isinstance(schema.get("$ref"), str):
@@ -189,10 +206,10 @@ class _Values:
             return lark.any_of(self.of({**schema, "type": kind}, depth - 1) for kind in kinds)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
-            return lark.any_of(lark.spelled(_written(value)) for value in values)
+            return lark.any_of(lark.spelled(_written(value, self._quote)) for value in values)
         match kinds:
             case "string":
-                return f"{lark.spelled(QUOTE)} {bare_string(lark, schema, QUOTE)}"
+                return f"{lark.spelled(self._quote)} {bare_string(lark, schema, self._quote)}"
             case "object":
                 return lark.rule(self.arguments(schema, depth))
             case "array":
@@ -213,7 +230,7 @@ class _Values:
         lark = self._lark
         if not self._any:
             scalar = lark.json({"type": ["number", "boolean", "null"]})
-            text = f"{lark.spelled(QUOTE)} {lark.until(QUOTE, ANY_TEXT)}"
+            text = f"{lark.spelled(self._quote)} {lark.until(self._quote, ANY_TEXT)}"
 
             def body(value: str) -> str:
                 member, comma = lark.rule(f'{lark.rule(_ANY_KEY)} ":" {value}'), lark.spelled(",")
@@ -224,35 +241,39 @@ class _Values:
         return self._any
 
 
-def _written(value: Any) -> str:
+def _written(value: Any, quote: str) -> str:
     """`value` as the model's template writes it."""
     if isinstance(value, str):
-        return f"{QUOTE}{value}{QUOTE}"
+        return f"{quote}{value}{quote}"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{_written(each)}' for key, each in value.items())}}}"
+        return f"{{{','.join(f'{key}:{_written(each, quote)}' for key, each in value.items())}}}"
     if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
+        return f"[{','.join(_written(each, quote) for each in value)}]"
     return json.dumps(value)
 
 
-def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for a call after its opening marker."""
-    return lark.any_of(
-        f"{lark.spelled(CALL + function.name)} {_Values(lark, function.schema).arguments(function.schema)} "
-        f"{lark.spelled(END)}"
-        for function in functions
+def _register(name: str, form: Form) -> None:
+    def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+        """An expression for a call after its opening marker."""
+        return lark.any_of(
+            f"{lark.spelled(CALL + function.name)} "
+            f"{_Values(lark, function.schema, form.quote).arguments(function.schema)} {lark.spelled(form.end)}"
+            for function in functions
+        )
+
+    TOOL_DIALECTS.register(name)(
+        ToolDialect(
+            lambda use: GemmaParser(use, form),
+            calls,
+            detect=lambda signs: form.begin + CALL in signs.template,
+            trigger=form.begin,
+            separator="",
+            keys=r"[^\s<>{}\[\]:,\"']+",
+            writes_bare_text=True,
+            markers=form,
+        )
     )
 
 
-TOOL_DIALECTS.register("gemma4")(
-    ToolDialect(
-        GemmaParser,
-        calls,
-        detect=lambda signs: BEGIN + CALL in signs.template,
-        trigger=BEGIN,
-        separator="",
-        keys=r"[^\s<>{}\[\]:,\"']+",
-        writes_bare_text=True,
-        markers=(BEGIN, END, QUOTE),
-    )
-)
+_register("gemma4", GEMMA)
+_register("functiongemma", FUNCTION_GEMMA)

@@ -1,5 +1,5 @@
 """Calls as a JSON list between markers: Nemotron, Hunyuan, Granite 3, Phi-4-mini, Command A, Apertus. GigaChat 3
-writes a single object.
+writes a single object, Granite 20B Function Calling an object after each marker.
 
 `<TOOLCALL>[{"name": "f", "arguments": {…}}]</TOOLCALL>`, and the same with other markers. Command A names a function
 by `tool_name` and its arguments `parameters`. Apertus has the name as the only key: `[{"f": {…}}]`.
@@ -23,6 +23,7 @@ GRANITE = "<|tool_call|>", ""
 COMMAND = "<|START_ACTION|>", "<|END_ACTION|>"
 APERTUS = "<|tools_prefix|>", "<|tools_suffix|>"
 MESSAGE_END, ROLE_END = "<|message_sep|>", "<|role_sep|>"
+FUNCTION_CALL = "<function_call>"
 GIGACHAT3, GIGACHAT31 = f"function call{ROLE_END}", "<|function_call|>"
 
 
@@ -201,6 +202,16 @@ def _register_gigachat(name: str, begin: str, trigger: str, before: str) -> None
     )
 
 
+TOOL_DIALECTS.register("granite_20b_fc")(
+    ToolDialect(
+        lambda use: JsonListParser(use, {FUNCTION_CALL: ""}),
+        lambda lark, functions, once: call_object(lark, functions, "arguments", ' {"name": "'),
+        detect=lambda signs: FUNCTION_CALL in signs.template,
+        trigger=FUNCTION_CALL,
+        separator="",
+        markers=(FUNCTION_CALL,),
+    )
+)
 _register_gigachat("gigachat31", GIGACHAT31, GIGACHAT31, "")
 _register_gigachat("gigachat3", GIGACHAT3, f"{MESSAGE_END}\n\n{GIGACHAT3}", "\n")
 _register(

@@ -1,7 +1,12 @@
-"""Kimi-K2: a section of calls, each with an id that names the function, and its arguments between markers."""
+"""Kimi-K2 and Solar Open: a section of calls, each with an id, and its arguments between markers.
+
+Kimi-K2's ids name the function: `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`.
+Solar Open's are random: `<|tool_call:begin|>id<|tool_call:name|>f<|tool_call:args|>{…}<|tool_call:end|>`.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
@@ -9,73 +14,126 @@ from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import ToolCallParser
 from server.schemas.chat_tools import ToolUse
 
-SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-SINGULAR_BEGIN, SINGULAR_END = "<|tool_call_section_begin|>", "<|tool_call_section_end|>"
-"""The form of Kimi-K2's report, which models write too. It is text, no token."""
-CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
-ARGUMENTS = "<|tool_call_argument_begin|>"
 NAMESPACE = "functions."
-_BEGIN = Markers(SECTION_BEGIN, SINGULAR_BEGIN, CALL_BEGIN)
-_ID = re.compile(r"[^\s<{]*")
+_WORD = re.compile(r"[^\s<{]*")
 _NUMBERED = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?")
 
 
-class KimiParser(ToolCallParser):
-    """The ids are passed on as the model writes them, `functions.f:0`: its template shows them again."""
+class Form(NamedTuple):
+    """The markers of one dialect."""
 
-    def __init__(self, use: ToolUse) -> None:
+    call: str
+    arguments: str
+    end: str
+    sections: tuple[str, ...]
+    """The markers that begin a section; the first is the template's."""
+    section_ends: tuple[str, ...]
+    """The markers that end a section; the first is the template's. It may be the token that ends the answer."""
+    name: str = ""
+    """The marker between id and name; empty if the id names the function."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        ends = () if self.name else self.section_ends
+        return *self.sections, *ends, self.call, self.end, self.arguments, *filter(None, (self.name,))
+
+
+KIMI = Form(
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    # The second is the form of Kimi-K2's report, which models write too. It is text, no token.
+    ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+    ("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+)
+SOLAR = Form(
+    "<|tool_call:begin|>",
+    "<|tool_call:args|>",
+    "<|tool_call:end|>",
+    ("<|tool_calls|>",),
+    ("<|calls|>",),
+    name="<|tool_call:name|>",
+)
+
+
+class KimiParser(ToolCallParser):
+    """The ids are passed on as the model writes them: the templates show them again."""
+
+    def __init__(self, use: ToolUse, form: Form) -> None:
+        self._form = form
+        self._begin = Markers(*form.sections, form.call)
         self._ids: set[str] = set()
         super().__init__(use)
 
     def _read(self) -> Waiting[None]:
-        while begin := (yield from self._content_until(_BEGIN)):
-            ends = SECTION_END, SINGULAR_END
-            yield from self._read_section(self._read_call, CALL_BEGIN, *ends, has_begun=begin == CALL_BEGIN)
+        form = self._form
+        while begin := (yield from self._content_until(self._begin)):
+            has_begun = begin == form.call
+            yield from self._read_section(self._read_call, form.call, *form.section_ends, has_begun=has_begun)
 
     def _read_call(self) -> Waiting[bool]:
         """Read a call after its opening marker; returns whether it was complete."""
-        feed = self._feed
+        feed, form = self._feed, self._form
         yield from feed.skip_whitespace()
-        id = yield from feed.take_word(_ID)
-        numbered = _NUMBERED.fullmatch(id)
+        id = yield from feed.take_word(_WORD)
+        if form.name:
+            name = (yield from feed.take_word(_WORD)) if (yield from feed.take_marker(form.name)) else ""
+        else:
+            numbered = _NUMBERED.fullmatch(id)
+            name = numbered[1] if numbered is not None else ""
         yield from feed.skip_whitespace()
-        if numbered is None or not numbered[1] or not (yield from feed.take_marker(ARGUMENTS)):
+        if not name or not (yield from feed.take_marker(form.arguments)):
             self._record_is_content()
             return False
         character = yield from feed.skip_whitespace()
         if character not in ("{", ""):
             self._record_is_content()
             return False
-        self._begin_call(numbered[1], "" if id in self._ids else id)
+        self._begin_call(name, "" if id in self._ids else id)
         self._ids.add(id)
-        if not character or not (yield from self._stream_object(CALL_END)):
+        if not character or not (yield from self._stream_object(form.end)):
             return False
         feed.begin_record()
         yield from feed.skip_whitespace()
-        if (yield from feed.take_marker(CALL_END)):
+        if (yield from feed.take_marker(form.end)):
             feed.end_record()
             return True
-        if not (yield from self._cut_off(CALL_END)):
+        if not (yield from self._cut_off(form.end)):
             self._record_is_content()
         return False
 
 
-def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for a section's calls after its opening marker; calls are numbered through the whole chat."""
+def _kimi_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """Write an expression for a section's calls after its marker; calls are numbered through the whole chat."""
     call = lark.any_of(
-        f"{lark.spelled(f'{CALL_BEGIN}{NAMESPACE}{function.name}:')} /[0-9]{{1,4}}/ {lark.spelled(ARGUMENTS)} "
-        f"{lark.json(function.schema)} {lark.spelled(CALL_END)}"
+        f"{lark.spelled(f'{KIMI.call}{NAMESPACE}{function.name}:')} /[0-9]{{1,4}}/ {lark.spelled(KIMI.arguments)} "
+        f"{lark.json(function.schema)} {lark.spelled(KIMI.end)}"
         for function in functions
     )
-    return f"{call if once else f'{call}+'} {lark.spelled(SECTION_END)}"
+    return f"{call if once else f'{call}+'} {lark.spelled(KIMI.section_ends[0])}"
 
 
-TOOL_DIALECTS.register("kimi_k2")(
-    ToolDialect(
-        KimiParser,
-        calls,
-        detect=lambda signs: SECTION_BEGIN in signs.template,
-        trigger=SECTION_BEGIN,
-        markers=(SECTION_BEGIN, SECTION_END, SINGULAR_BEGIN, SINGULAR_END, CALL_BEGIN, CALL_END, ARGUMENTS),
+def _solar_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """Write an expression for a section's calls after its marker; the token after them ends the answer."""
+    call = lark.any_of(
+        f"{lark.spelled(SOLAR.call)} /[a-z0-9]{{10}}/ {lark.spelled(f'{SOLAR.name}{function.name}{SOLAR.arguments}')} "
+        f"{lark.json(function.schema)} {lark.spelled(SOLAR.end)}"
+        for function in functions
     )
-)
+    return call if once else f"{call}+"
+
+
+def _register(name: str, form: Form, calls: Callable[[LarkWriter, Sequence[Function], bool], str]) -> None:
+    TOOL_DIALECTS.register(name)(
+        ToolDialect(
+            lambda use: KimiParser(use, form),
+            calls,
+            detect=lambda signs: form.sections[0] in signs.template,
+            trigger=form.sections[0],
+            markers=form.markers,
+        )
+    )
+
+
+_register("kimi_k2", KIMI, _kimi_calls)
+_register("solar_open", SOLAR, _solar_calls)

@@ -1,11 +1,14 @@
-"""Llama 3: `{"name": "f", "parameters": {…}}`, several separated by `;`, optionally after `<|python_tag|>`."""
+"""Llama 3: `{"name": "f", "parameters": {…}}`, several separated by `;`, optionally after `<|python_tag|>`.
+
+xLAM-2 writes a list without markers: `[{"name": "f", "arguments": {…}}, …]`.
+"""
 
 from collections.abc import Sequence
 
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ToolDialect
-from server.parsing.tool_calls import CallObjectParser, call_object
+from server.parsing.tool_calls import CallObjectParser, call_list, call_object
 
 TAG = "<|python_tag|>"
 _TAG = Markers(TAG)
@@ -57,5 +60,33 @@ TOOL_DIALECTS.register("llama3_json")(
         optional=TAG,
         markers=(TAG,),
         aliases=("llama4_json",),
+    )
+)
+
+
+class XlamParser(CallObjectParser):
+    """Reads a list, or an object, at the beginning of the text; all else is content."""
+
+    marked = False
+
+    def _read(self) -> Waiting[None]:
+        feed = self._feed
+        feed.begin_record()
+        match (yield from feed.skip_whitespace()):
+            case "[":
+                yield from self._read_list()
+            case "{":
+                yield from self._read_call()
+            case _:
+                self._record_is_content()
+        yield from self._content_to_end()
+
+
+TOOL_DIALECTS.register("xlam")(
+    ToolDialect(
+        XlamParser,
+        lambda lark, functions, once: call_list(lark, functions, once, "arguments"),
+        detect=lambda signs: '[{"name": "tool_call_name", "arguments":' in signs.template,
+        opening="[",
     )
 )

@@ -94,6 +94,8 @@ _GLM47 = _GLM.replace("\n", "")
 _HY = "<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
 _HY += "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
 _HY_NOW = "<tool_call>now<tool_sep>\n</tool_call>"
+_HY_OPEN, _HY_OPEN_NOW = (text.replace(">", ":opensource>") for text in (_HY, _HY_NOW))
+_LONGCAT_KEYS = _GLM.replace("tool_call>", "longcat_tool_call>").replace("arg_", "longcat_arg_")
 _INVOKE = '<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
 _INVOKE += '<parameter name="days">3</parameter>\n</invoke>'
 _INVOKE_NOW = '<invoke name="now">\n</invoke>'
@@ -137,6 +139,12 @@ _K_BEGIN, _K_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _K_ARGUMENTS, _K_CALL_END = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _KIMI = f'<|tool_call_begin|>functions.get_weather:0{_K_ARGUMENTS}{{"city": "Paris", "days": 3}}{_K_CALL_END}'
 _KIMI_NOW = f"<|tool_call_begin|>functions.now:1{_K_ARGUMENTS}{{}}{_K_CALL_END}"
+_SOLAR = "<|tool_call:begin|>0a1b2c3d4e<|tool_call:name|>get_weather<|tool_call:args|>"
+_SOLAR += f"{json.dumps(PARIS)}<|tool_call:end|>"
+_SOLAR_NOW = "<|tool_call:begin|>zzzzzzzzz9<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>"
+_MINICPM = '<function name="get_weather"><param name="city">Paris</param><param name="days">3</param></function>'
+_MINICPM_NOW = '<function name="now"></function>'
+_FUNCTION_GEMMA = "<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}<end_function_call>"
 _GEMMA = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
 _COMMAND = '{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Paris", "days": 3}}'
 _COMMAND_NOW = '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}'
@@ -193,6 +201,20 @@ WHOLE = [
     Written("glm47", f"{_GLM47}<tool_call>now</tool_call>", _answer("", _CALL, _NOW)),
     Written("hy_v3", f"<tool_calls>\n{_HY}\n</tool_calls>", _answer("", _CALL)),
     Written("hy_v3", f"<tool_calls>\n{_HY}\n{_HY_NOW}\n</tool_calls>", _answer("", _CALL, _NOW)),
+    Written("hy_v3_opensource", f"<tool_calls:opensource>\n{_HY_OPEN}\n</tool_calls:opensource>", _answer("", _CALL)),
+    Written(
+        "hy_v3_opensource",
+        f"<tool_calls:opensource>\n{_HY_OPEN}\n{_HY_OPEN_NOW}\n</tool_calls:opensource>",
+        _answer("", _CALL, _NOW),
+    ),
+    Written("longcat_keys", _LONGCAT_KEYS, _answer("", _CALL)),
+    Written(
+        "longcat_keys",
+        f"{_LONGCAT_KEYS}\n<longcat_tool_call>now\n</longcat_tool_call>",
+        _answer("", _CALL, _NOW),
+    ),
+    Written("minicpm5", _MINICPM, _answer("", _CALL)),
+    Written("minicpm5", f"{_MINICPM}\n{_MINICPM_NOW}", _answer("", _CALL, _NOW)),
     Written("minimax_m2", f"{_MM_BEGIN}\n{_INVOKE}\n{_MM_END}", _answer("", _CALL)),
     Written("minimax_m2", f"{_MM_BEGIN}\n{_INVOKE}\n{_INVOKE_NOW}\n{_MM_END}", _answer("", _CALL, _NOW)),
     Written("minimax_m3", f"{_M3_BEGIN}\n{_M3}\n{_M3_END}", _answer("", _CALL)),
@@ -207,6 +229,16 @@ WHOLE = [
     ),
     Written("kimi_k2", f"{_K_BEGIN}{_KIMI}{_K_END}", _answer("", _CALL)),
     Written("kimi_k2", f"{_K_BEGIN}{_KIMI}{_KIMI_NOW}{_K_END}", _answer("", _CALL, _NOW)),
+    Written("solar_open", f"<|tool_calls|>{_SOLAR}", _answer("", _CALL)),
+    Written("solar_open", f"<|tool_calls|>{_SOLAR}{_SOLAR_NOW}", _answer("", _CALL, _NOW)),
+    Written("xlam", f"[{_OBJECT}]", _answer("", _CALL)),
+    Written("xlam", f"[{_OBJECT}, {_OBJECT_NOW}]", _answer("", _CALL, _NOW)),
+    Written("functiongemma", _FUNCTION_GEMMA, _answer("", _CALL)),
+    Written(
+        "functiongemma",
+        f"{_FUNCTION_GEMMA}<start_function_call>call:now{{}}<end_function_call>",
+        _answer("", _CALL, _NOW),
+    ),
     Written("gemma4", _GEMMA, _answer("", _CALL)),
     Written("gemma4", f"{_GEMMA}<|tool_call>call:now{{}}<tool_call|>", _answer("", _CALL, _NOW)),
     Written("cohere_command", f"<|START_ACTION|>[\n    {_COMMAND}\n]<|END_ACTION|>", _answer("", _CALL)),
@@ -224,6 +256,8 @@ WHOLE = [
     Written("apertus", f'<|tools_prefix|>[{_APERTUS}, {{"now": {{}}}}]<|tools_suffix|>', _answer("", _CALL, _NOW)),
     Written("gigachat3", f"{_GIGACHAT3}{_OBJECT}", _answer("", _CALL)),
     Written("gigachat31", f"<|function_call|>{_OBJECT}", _answer("", _CALL)),
+    Written("granite_20b_fc", f"<function_call> {_OBJECT}", _answer("", _CALL)),
+    Written("granite_20b_fc", f"<function_call> {_OBJECT}<function_call> {_OBJECT_NOW}", _answer("", _CALL, _NOW)),
     Written("longcat", _LONGCAT, _answer("", _CALL)),
     Written("longcat", f"{_LONGCAT}\n{_LONGCAT_NOW}", _answer("", _CALL, _NOW)),
     Written("dots", f"<dots_function_call>\n{_INVOKE}\n</dots_function_call>", _answer("", _CALL)),
@@ -388,6 +422,20 @@ _AROUND += [
     ),
     Written("kimi_k2", f"I look.{_K_BEGIN}\n{_KIMI}\n{_K_END}", _answer("I look.", _CALL)),
     Written("kimi_k2", _KIMI_NOW.replace("functions.now:1", "now"), _answer("", _NOW)),
+    Written("solar_open", f"I look.<|tool_calls|>{_SOLAR}<|calls|>", _answer("I look.", _CALL)),
+    Written("solar_open", _SOLAR, _answer("", _CALL)),
+    Written("solar_open", f"<|tool_calls|>{_SOLAR}{_SOLAR}", _answer("", _CALL, _CALL)),
+    Written(
+        "minicpm5",
+        'I look.\n<function name="get_weather"><param name="city"><![CDATA[a < b\n</param> ]] &]]></param>'
+        '<param name="places">[\'x\', "it\'s"]</param><param name="exact">True</param></function>\nDone.',
+        _answer(
+            "I look.\nDone.", ("get_weather", {"city": "a < b\n</param> ]] &", "places": ["x", "it's"], "exact": True})
+        ),
+    ),
+    Written("minicpm5", f"{_MINICPM}{_MINICPM_NOW}", _answer("", _CALL, _NOW)),
+    Written("xlam", _OBJECT, _answer("", _CALL)),
+    Written("xlam", f"[{_OBJECT}]\nDone.", _answer("Done.", _CALL)),
     Written(
         "gemma4",
         'I look.<|tool_call>call:f{of:{k:[1,<|"|>a,"b"<|"|>,{}],<|"|>x y<|"|>:None},ok:true,no:word,j:"a\\n"}'
@@ -524,6 +572,13 @@ _NO_CALLS += [
         ("minimax_m3", f"{_M3_BEGIN}\nnothing"),
         ("minimax_m3", f'{_NS}<invoke name="a<b">'),
         ("deepseek_v32", "<｜DSML｜function_calls>\n<｜DSML｜invoke name=now>"),  # noqa: RUF001
+        ("solar_open", "<|tool_calls|> nothing"),
+        ("solar_open", "<|tool_calls|><|tool_call:begin|>0<|tool_call:name|><|tool_call:args|>{}"),
+        ("solar_open", "<|tool_call:begin|>0<|tool_call:name|>now<|tool_call:args|>[1]"),
+        ("minicpm5", '<function name="a<b">'),
+        ("xlam", "[1, 2]"),
+        ("xlam", '[{"name": "Bob", "arguments": {"age": 3}}]'),
+        ("xlam", "I could write [{}]."),
         ("kimi_k2", f"{_K_BEGIN} nothing"),
         ("kimi_k2", f"{_K_BEGIN}<|tool_call_begin|>functions.:0{_K_ARGUMENTS}{{}}"),
         ("kimi_k2", f"{_K_BEGIN}<|tool_call_begin|>functions.now:0{_K_ARGUMENTS}[1]"),
@@ -655,6 +710,11 @@ CUT_OFF = [
         _invoked("get_weather", f"{_NS}<places>{_tag('item', 'Rome')}")[: -len(f"{_NS}</invoke>")],
         _answer("", ("get_weather", '{"places": ["Rome"')),
     ),
+    Written("solar_open", _SOLAR[: _SOLAR.index("ris")], _answer("", ("get_weather", '{"city": "Pa'))),
+    Written("solar_open", f"<|tool_calls|>{_SOLAR}<|tool_call:be", _answer("", _CALL)),
+    Written("minicpm5", _MINICPM[: _MINICPM.index("ris")], _answer("", ("get_weather", '{"city": "Pa'))),
+    Written("minicpm5", f"{_MINICPM}\n<function na", _answer("", _CALL)),
+    Written("xlam", f"[{_OBJECT[: _OBJECT.index('ris')]}", _answer("", ("get_weather", '{"city": "Pa'))),
     Written("kimi_k2", f"{_K_BEGIN}{_KIMI[: _KIMI.index('ris')]}", _answer("", ("get_weather", '{"city": "Pa'))),
     Written("kimi_k2", f"{_K_BEGIN}{_KIMI}<|tool_calls_sec", _answer("", _CALL)),
     Written("gemma4", _GEMMA[: _GEMMA.index("ris")], _answer("", ("get_weather", '{"city": "Pa'))),
@@ -690,6 +750,8 @@ CUT_IN_NAME = [
         ("minimax_m2", f'{_MM_BEGIN}\n<invoke name="get_wea'),
         ("minimax_m3", f'{_M3_BEGIN}\n{_NS}<invoke name="get_wea'),
         ("kimi_k2", f"{_K_BEGIN}<|tool_call_begin|>functions.get_wea"),
+        ("solar_open", "<|tool_calls|><|tool_call:begin|>0<|tool_call:name|>get_wea"),
+        ("minicpm5", '<function name="get_wea'),
         ("gemma4", "<|tool_call>call:get_wea"),
         ("cohere_command", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_wea'),
         ("nemotron_json", '<TOOLCALL>[{"name": "get_wea'),
@@ -703,7 +765,10 @@ TEXTS = [*WHOLE, *_AROUND, *_MENDED, *_NO_CALLS, *BROKEN, *CUT_OFF]
 
 
 LIKE_ANOTHER = frozenset(
-    {"deepseek_v4", "deepseek_v41", "glm47", "granite", "hunyuan_a13b", "mimo", "olmo3", "phi4_mini_json"}
+    {
+        *("deepseek_v4", "deepseek_v41", "functiongemma", "glm47", "granite", "granite_20b_fc", "hunyuan_a13b"),
+        *("hy_v3_opensource", "longcat_keys", "mimo", "olmo3", "phi4_mini_json"),
+    }
 )
 """Dialects that differ from another in their markers only: most of their tests run in the long form."""
 

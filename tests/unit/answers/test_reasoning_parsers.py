@@ -59,6 +59,16 @@ def parser(dialect: str, tail: str = "", tools: str = "none", use: ToolUse = NO_
         ("ernie45", "<think>\n", "Hm.\n</think>\n\n<response>\nYes.\n", "Hm.", "Yes.\n"),
         ("apertus", "<|assistant_start|>", "<|inner_prefix|>Hm.<|inner_suffix|>Yes.", "Hm.", "Yes."),
         ("longcat", "", "<longcat_think>\nHm.\n</longcat_think>\nYes.", "Hm.", "Yes."),
+        ("solar_open", "<|end|><|begin|>assistant", "<|content|>Yes.", "", "Yes."),
+        (
+            "solar_open",
+            "<|begin|>user<|content|>Hi<|end|><|begin|>assistant",
+            "<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes.<|end|><|begin|>assistant<|tool_calls|>",
+            "Hm.",
+            "Yes.<|tool_calls|>",
+        ),
+        ("solar_open", "", "<|think|>Hm.<|end|><|begin|>assistant<|tool_calls|>", "Hm.", "<|tool_calls|>"),
+        ("hy_v3_opensource", "<think:opensource>", "Hm.</think:opensource>Yes.", "Hm.", "Yes."),
         (
             "apriel",
             "<|begin_assistant|>\nHere are my reasoning steps:\n",
@@ -119,7 +129,7 @@ def test_calls_are_found_behind_reasoning_and_not_inside(written: object) -> Non
 @pytest.mark.parametrize("written", texts_in_short_form(WHOLE, one_each=True))
 def test_reasoning_that_never_ends_ends_at_the_first_call(written: object) -> None:
     dialect, text, answer = written  # type: ignore[misc]
-    if dialect in ("harmony", "pythonic", "llama3_json"):
+    if dialect in ("harmony", "pythonic", "llama3_json", "xlam"):
         return
     cut = f"<think>\nHm.\n\n{text}"
     expected = Answer("", "Hm.", answer.calls)

@@ -283,6 +283,35 @@ def test_reasoning_is_a_part_of_the_content_where_a_template_reads_it_there() ->
     assert template.render([{**answered, "content": None, "tool_calls": [CALL]}]) == "[THINK]2 + 2[/THINK]"
 
 
+def test_reasoning_and_text_are_blocks_where_a_template_reads_them_there() -> None:
+    """Apertus' template, which refuses a chat in which only some messages are blocks."""
+    source = (
+        "{% for m in messages %}{% if m.role != 'assistant' %}({{ m.content }}){% else %}"
+        "{% for b in m.content.blocks %}{% if b.type == 'thoughts' %}<{{ b.text }}>{% else %}"
+        "{{ b.text }}{% endif %}{% else %}"
+        "{% if m.content is string %}={{ m.content }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate({"default": source})
+    answered = {"role": "assistant", "content": "4", "reasoning": "2 + 2", "reasoning_content": "2 + 2"}
+    plain = {"role": "assistant", "content": "Hi."}
+    assert template.render([plain, HELLO[0], answered]) == f"Hi.({HELLO[0]['content']})<2 + 2>4"
+    assert template.render([{**answered, "content": None, "tool_calls": [CALL]}]) == "<2 + 2>"
+    assert template.render([plain]) == "=Hi."
+
+
+def test_a_tool_without_a_description_has_an_empty_one_where_a_template_needs_it() -> None:
+    """Apertus' template."""
+    tools: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f"}}]
+    assert (
+        render(
+            "{% for tool in tools %}{{ '// ' + tool.function.description + tool.function.name }}{% endfor %}", tools
+        )
+        == "// f"
+    )
+    assert render("{% for tool in tools %}{{ '// ' + tool.description + tool.name }}{% endfor %}", tools) == "// f"
+    assert render("{{ tools | tojson }}", tools) == json.dumps(tools)
+
+
 def test_tools_are_bare_functions_where_a_template_reads_them_so() -> None:
     """Apertus' template."""
     tools = [{"type": "function", "function": {"name": "f", "description": "It."}}]
