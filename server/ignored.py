@@ -20,7 +20,8 @@ _MAX_REMEMBERED = 256
 
 _VISIBLE = frozenset(map(chr, range(0x20, 0x7F))) - {","}
 
-_IGNORED: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
+_IGNORED: ContextVar[tuple[list[str], set[str]] | None] = ContextVar("ignored", default=None)
+"""The list that `collect` yields, and the same entries as a set: a request may have tens of thousands."""
 
 
 def ignore(what: str) -> None:
@@ -28,8 +29,9 @@ def ignore(what: str) -> None:
 
     No effect outside of a request.
     """
-    ignored = _IGNORED.get()
-    if ignored is not None and what not in ignored:
+    ignored, known = _IGNORED.get() or ([], set())
+    if what not in known:
+        known.add(what)
         ignored.append(what)
 
 
@@ -37,7 +39,7 @@ def ignore(what: str) -> None:
 def collect() -> Iterator[list[str]]:
     """Collect what `ignore` records, also in threads that copy the context, until the end of the block."""
     ignored: list[str] = []
-    token = _IGNORED.set(ignored)
+    token = _IGNORED.set((ignored, set()))
     try:
         yield ignored
     finally:

@@ -70,7 +70,7 @@ _CURLS_DEFAULT = "application/x-www-form-urlencoded"
 _MAX_SHOWN = 60
 """Most characters of a header that an error message shows."""
 
-_MANY_PARTS = 256
+MANY_PARTS = 256
 """Chats of more messages and tool calls have few threads of their own: each that is rendered takes the interpreter's
 lock in turns with the event loop."""
 
@@ -289,7 +289,7 @@ async def prepare_chat(
         jobs,
         request.chat_template,
         lambda: _check_chat(request, model, frontend),
-        is_large=num_parts > _MANY_PARTS,
+        is_large=num_parts > MANY_PARTS,
     )
     grammar = await _grammar_with_tools(use, grammar, tail, model.answer_format, grammars)
     answer_format = model.answer_format

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from engine.text.io_processor import DoesNotFit, InvalidRequest
@@ -16,12 +17,20 @@ from server.errors import BadRequest, ContextLengthExceeded, ThreadUnsupported
 from server.frontend import Frontend
 from server.ignored import ignore
 from server.limits.owners import Owner
-from server.request_builder import PreparedChat, check_request_limits, in_thread, prepare_chat, render_prompt
-from server.schemas.body import validate
+from server.request_builder import (
+    MANY_PARTS,
+    PreparedChat,
+    check_request_limits,
+    in_thread,
+    prepare_chat,
+    render_prompt,
+)
+from server.schemas.body import MAX_ITEMS, validate
 from server.schemas.chat import ChatCompletionRequest, reasoning_history, reasoning_switch
 from server.schemas.messages import (
     AnthropicTool,
     Block,
+    ChangedTool,
     ClientTool,
     CompactionBlock,
     CountTokensRequest,
@@ -36,6 +45,7 @@ from server.schemas.messages import (
     ThinkingBlock,
     Tool,
     ToolAdditionBlock,
+    ToolChoice,
     ToolDefinition,
     ToolReferenceBlock,
     ToolRemovalBlock,
@@ -79,32 +89,38 @@ async def prepare(
 
     Raises `BadRequest`.
     """
-    chat = to_chat(request, frontend, open_seal)
+    convert = partial(to_chat, request, frontend, open_seal)
+    chat, paths = await in_thread(frontend.jobs.of(owner), None, convert, is_large=_is_large(request))
     try:
         check_request_limits(chat, frontend)
         return chat, await prepare_chat(chat, frontend, owner)
     except BadRequest as error:
-        raise _renamed(error, request) from error
+        raise _renamed(error, paths) from error
 
 
 async def count_tokens(request: CountTokensRequest, frontend: Frontend, owner: Owner, open_seal: OpenSeal) -> int:
     """Return the number of tokens in the prompt of `request`. Raises `BadRequest`."""
-    chat, model = to_chat(request, frontend, open_seal), frontend.loaded
+    model = frontend.loaded
 
     def count() -> int:
-        return len(model.processor.tokenize(render_prompt(chat, model, frontend), chat.add_special_tokens))
+        chat, paths = to_chat(request, frontend, open_seal)
+        try:
+            return len(model.processor.tokenize(render_prompt(chat, model, frontend), chat.add_special_tokens))
+        except InvalidRequest as error:
+            renamed = refusal(error)
+            renamed.__cause__ = error
+            raise _renamed(renamed, paths) from error
 
-    try:
-        return await in_thread(frontend.jobs.of(owner), None, count)
-    except InvalidRequest as error:
-        renamed = refusal(error)
-        renamed.__cause__ = error
-        raise _renamed(renamed, request) from error
+    return await in_thread(frontend.jobs.of(owner), None, count, is_large=_is_large(request))
 
 
-def _renamed(error: BadRequest, request: CountTokensRequest) -> BadRequest:
+def _is_large(request: CountTokensRequest) -> bool:
+    return sum(1 + len(message.content) for message in request.messages) > MANY_PARTS
+
+
+def _renamed(error: BadRequest, paths: Sequence[str]) -> BadRequest:
     """Convert `error` of a chat to the names of a message's fields. Errors of length get the words of Anthropic's API,
-    by which clients recognise that a conversation is too long.
+    by which clients recognise that a conversation is too long. `paths` are those of the chat's tools.
     """
     cause = error.__cause__
     if isinstance(cause, DoesNotFit):
@@ -122,16 +138,19 @@ def _renamed(error: BadRequest, request: CountTokensRequest) -> BadRequest:
             "the last message is the assistant's, and the model's chat template changes its content; "
             "end messages with a message of the role user"
         )
-    # The chat lacks the ignored tools, so its indices differ.
-    paths = [path for path, tool in _declared(request) if isinstance(tool, ClientTool)]
     text = _FUNCTION.sub(lambda match: f"{paths[int(match[1])]}{'.input_schema' if match[2] else ''}", text)
     for chat, message in _NAMES.items():
         text = text.replace(chat, message)
     return BadRequest(text)
 
 
-def to_chat(request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal) -> ChatCompletionRequest:
-    """Convert `request` to a chat request. Raises `BadRequest` if that is impossible."""
+def to_chat(
+    request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal
+) -> tuple[ChatCompletionRequest, list[str]]:
+    """Convert `request` to a chat request, and return it with the path in `request` of each of its tools.
+
+    Call it in a thread: messages may have many blocks. Raises `BadRequest` if the conversion is impossible.
+    """
     if isinstance(request, MessagesRequest) and request.thread is not None:
         raise ThreadUnsupported("thread is set, but this server stores no conversations; send all messages without it")
     if isinstance(request, MessagesRequest) and request.compaction is not None:
@@ -139,20 +158,22 @@ def to_chat(request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal
             "compaction is set, but this server summarizes no conversations; ask for a summary in a message of the "
             "role user, and send it in place of the messages that it summarizes"
         )
+    tools = _ToolTable(request)
     conversation = _Conversation(open_seal)
     if system := _system_text(request.system, frontend.config.server_config.strip_billing_line):
         conversation.messages.append({"role": "system", "content": system})
     for turn in _turns(request):
         conversation.add(turn)
     continues = conversation.end()
+    if not conversation.messages:
+        raise BadRequest("messages have no content that the model is shown; send a message of the role user")
     format = request.output_config.format or request.output_format
-    choice = request.tool_choice
     data: dict[str, Any] = {
         "model": request.model,
         "messages": conversation.messages,
-        "tools": _tools(request),
-        "tool_choice": _tool_choice(request),
-        "parallel_tool_calls": not choice.disable_parallel_tool_use,
+        "tools": tools.chat_tools(),
+        "tool_choice": tools.chat_choice(request.tool_choice),
+        "parallel_tool_calls": not request.tool_choice.disable_parallel_tool_use,
         "continue_final_message": continues,
         "chat_template_kwargs": _template_variables(request),
     }
@@ -170,24 +191,33 @@ def to_chat(request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal
         for name in ("container", "fallbacks"):
             if getattr(request, name) is not None:
                 ignore(name)
-    return validate(data, ChatCompletionRequest, allow_unknown=False)
+    paths = [path for path, _ in tools.shown.values()]
+    try:
+        return validate(data, ChatCompletionRequest, allow_unknown=False), paths
+    except BadRequest as error:
+        raise _renamed(error, paths) from error
 
 
 def wants_cache(request: CountTokensRequest) -> bool:
     """Return whether any block of the request has `cache_control`."""
     if request.cache_control is not None:
         return True
-    marked: Iterable[Any] = (
-        *request.system,
-        *(tool for tool in request.tools if isinstance(tool, ClientTool)),
-        *(block for message in request.messages for block in message.content if not isinstance(block, HostedBlock)),
-    )
-    return any(each.cache_control is not None for each in marked)
+    blocks = [block for message in request.messages for block in message.content]
+    changes = (block.tool for block in blocks if isinstance(block, ToolAdditionBlock))
+    defined = (change.definition for change in changes if isinstance(change, ToolDefinition))
+    marked: Iterable[Any] = (*request.system, *request.tools, *blocks, *defined)
+    return any(getattr(each, "cache_control", None) is not None for each in marked)
 
 
 def _template_variables(request: CountTokensRequest) -> dict[str, Any]:
     variables = reasoning_switch(request.thinking.is_on)
-    last_input = max((index for index, each in enumerate(request.messages) if each.role == "user"), default=0)
+    # Results of calls continue a turn.
+    inputs = (
+        index
+        for index, each in enumerate(request.messages)
+        if each.role == "user" and not all(isinstance(block, ToolResultBlock) for block in each.content)
+    )
+    last_input = max(inputs, default=0)
     of_turn = [each.output_config.effort for each in request.messages[last_input:] if each.output_config is not None]
     effort = next((effort for effort in reversed(of_turn) if effort is not None), request.output_config.effort)
     if effort is not None:
@@ -197,61 +227,77 @@ def _template_variables(request: CountTokensRequest) -> dict[str, Any]:
     return {**variables, **request.chat_template_kwargs}
 
 
-def _declared(request: CountTokensRequest) -> list[tuple[str, Tool]]:
-    """Return the tools of a request with their paths: those of `tools`, and those that messages define."""
-    declared = [(f"tools[{index}]", tool) for index, tool in enumerate(request.tools)]
-    for path, block in _tool_changes(request):
-        if isinstance(block, ToolAdditionBlock) and isinstance(block.tool, ToolDefinition):
-            declared.append((f"{path}.tool.definition", block.tool.definition))
-    return declared
+class _ToolTable:
+    """The tools of a request: those of `tools`, and those that its messages define, after all changes."""
 
+    def __init__(self, request: CountTokensRequest) -> None:
+        """Raises `BadRequest` for a name that two tools have, and for changes that cannot be followed."""
+        self.shown: dict[str, tuple[str, ClientTool]] = {}
+        """Path and tool by name, in the order of the prompt."""
+        self._removed: set[str] = set()
+        self._ignored: dict[str | None, str] = {}
+        """Types of the tools that Anthropic defines, by name."""
+        for index, tool in enumerate(request.tools):
+            self._define(f"tools[{index}]", tool)
+        for index, message in enumerate(request.messages):
+            for number, block in enumerate(message.content):
+                if isinstance(block, ToolAdditionBlock | ToolRemovalBlock):
+                    path = f"messages[{index}].content[{number}]"
+                    if message.role != "system":
+                        raise BadRequest(f"{path} is of type {block.type}, which only the role system has")
+                    self._change(path, block)
 
-def _tool_changes(request: CountTokensRequest) -> Iterable[tuple[str, ToolAdditionBlock | ToolRemovalBlock]]:
-    for index, message in enumerate(request.messages):
-        for number, block in enumerate(message.content):
-            if isinstance(block, ToolAdditionBlock | ToolRemovalBlock):
-                yield f"messages[{index}].content[{number}]", block
-
-
-def _tool_choice(request: CountTokensRequest) -> Any:
-    """Return the choice of a chat. A tool that was removed is shown still, and cannot be called."""
-    choice, removed = request.tool_choice, set[str]()
-    names = [tool.name for _, tool in _declared(request) if isinstance(tool, ClientTool)]
-    for path, block in _tool_changes(request):
-        if isinstance(block.tool, ToolDefinition):
-            continue
-        if block.tool.type != "tool_reference":
-            ignore(f"{path} ({block.tool.type})")
-        elif block.tool.name not in names:
-            raise BadRequest(f"{path}.tool.name is {block.tool.name[:60]!r}, and no tool of the request has this name")
-        elif isinstance(block, ToolRemovalBlock):
-            removed.add(block.tool.name)
-        else:
-            removed.discard(block.tool.name)
-    if choice.type == "tool":
-        if choice.name in removed:
-            raise BadRequest(f"tool_choice names the tool {choice.name}, which messages have removed")
-        return {"type": "function", "function": {"name": choice.name}}
-    mode = {"any": "required"}.get(choice.type, choice.type)
-    left = [{"type": "function", "function": {"name": name}} for name in names if name not in removed]
-    if not removed or mode == "none":
-        return mode
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": left}} if left else "none"
-
-
-def _tools(request: CountTokensRequest) -> list[dict[str, Any]]:
-    tools = []
-    for path, tool in _declared(request):
+    def _define(self, path: str, tool: Tool) -> None:
         if isinstance(tool, AnthropicTool):
             ignore(f"{path} ({tool.type})")
-            continue
-        function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-        if tool.description is not None:
-            function["description"] = tool.description
-        if tool.strict:
-            function["strict"] = True
-        tools.append({"type": "function", "function": function})
-    return tools
+            self._ignored[tool.name] = tool.type
+            return
+        if tool.name in self.shown and tool.name not in self._removed:
+            raise BadRequest(
+                f"{path}.name is {tool.name}, which {self.shown[tool.name][0]} has too; give each a name of its own"
+            )
+        self.shown[tool.name] = path, tool
+        self._removed.discard(tool.name)
+        if len(self.shown) > MAX_ITEMS:
+            raise BadRequest(f"{path} is one tool too many; tools and messages may define {MAX_ITEMS} in all")
+
+    def _change(self, path: str, block: ToolAdditionBlock | ToolRemovalBlock) -> None:
+        tool = block.tool
+        if isinstance(tool, ToolDefinition):
+            self._define(f"{path}.tool.definition", tool.definition)
+        elif not isinstance(tool, ChangedTool):
+            ignore(f"{path} ({tool.type})")
+        elif tool.name in self.shown:
+            (self._removed.add if isinstance(block, ToolRemovalBlock) else self._removed.discard)(tool.name)
+        elif tool.name in self._ignored:
+            ignore(f"{path} ({self._ignored[tool.name]})")
+        else:
+            raise BadRequest(f"{path}.tool.name is {tool.name[:60]!r}, and no tool before it has this name")
+
+    def chat_tools(self) -> list[dict[str, Any]]:
+        tools = []
+        for _, tool in self.shown.values():
+            function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+            if tool.description is not None:
+                function["description"] = tool.description
+            if tool.strict:
+                function["strict"] = True
+            tools.append({"type": "function", "function": function})
+        return tools
+
+    def chat_choice(self, choice: ToolChoice) -> Any:
+        """Return the chat's tool choice. The prompt still shows removed tools, but they cannot be called."""
+        if choice.type == "tool":
+            if choice.name in self._removed:
+                raise BadRequest(f"tool_choice names the tool {choice.name}, which messages have removed")
+            return {"type": "function", "function": {"name": choice.name}}
+        mode = "required" if choice.type == "any" else choice.type
+        if not self._removed or mode == "none":
+            return mode
+        left = [{"type": "function", "function": {"name": name}} for name in self.shown if name not in self._removed]
+        if not left and mode == "required":
+            raise BadRequest("tool_choice is any, and messages have removed all tools; send auto, or add a tool")
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": left}}
 
 
 def _system_text(blocks: Sequence[TextBlock], strip_billing_line: bool) -> str:
@@ -281,13 +327,19 @@ def _turns(request: CountTokensRequest) -> list[_Turn]:
     last_input = max((index for index, each in enumerate(request.messages) if each.role == "user"), default=0)
     for index, message in enumerate(request.messages):
         is_cleared = message.clear_at == "next_user_message" and index < last_input
-        if message.role == "system" and (is_cleared or not message.content):
+        blocks = [
+            (f"messages[{index}].content[{number}]", block)
+            for number, block in enumerate(message.content)
+            if not (is_cleared or isinstance(block, ToolAdditionBlock | ToolRemovalBlock))
+        ]
+        if message.role == "system" and not blocks:
             continue
         if not turns or turns[-1].role != message.role:
             turns.append(_Turn(message.role, []))
-        turns[-1].blocks.extend(
-            (f"messages[{index}].content[{number}]", block) for number, block in enumerate(message.content)
-        )
+        elif message.role == "assistant" and request.messages[index - 1].role == "system":
+            # The message between these answers is not shown, and its model wrote them separately.
+            turns[-1].blocks.append(("", TextBlock(type="text", text="\n")))
+        turns[-1].blocks.extend(blocks)
     return turns
 
 
@@ -333,8 +385,7 @@ class _Conversation:
                 texts.append(_result_text(path, block) or "")
             elif (text := _input_text(path, block)) is not None:
                 texts.append(text)
-        changes_tools = turn.role == "system" and not texts
-        if texts or not (has_results or changes_tools):
+        if texts or not has_results:
             self.messages.append({"role": turn.role, "content": "\n".join(texts)})
 
     def _result(self, path: str, block: ToolResultBlock) -> Message:
@@ -418,8 +469,6 @@ def _input_text(path: str, block: Block) -> str | None:
             return block.content
         case HostedBlock():
             ignore(f"{path} ({block.type})")
-            return None
-        case ToolAdditionBlock() | ToolRemovalBlock():
             return None
         case ImageBlock():
             raise BadRequest(

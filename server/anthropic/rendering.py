@@ -204,7 +204,8 @@ class MessagesRenderer(Renderer):
         self._writer = ContentWriter(parser, seal, request.thinking)
         self._is_clipped = is_clipped
         self._only_caches = request.max_tokens == 0
-        """Whether the answer has no content: one token was generated, because a step computes the prompt with it."""
+        """Whether `max_tokens` is 0. The engine samples one token, because the step that completes a prompt samples
+        one; it is left out of the answer."""
         self._cache_block_size = cache_block_size
         self._request_id = request_id
 

@@ -261,7 +261,7 @@ class Thinking(RequestModel):
     budget_tokens: Annotated[int, Between(0, INT31)] | None = None
     """Most tokens of reasoning: another name of `thinking_budget`."""
     clear_thinking: bool | None = None
-    """As Z.ai's interface writes it: the opposite of `preserve_thinking`."""
+    """The opposite of `preserve_thinking`, as in Z.ai's API. `preserve_thinking` takes precedence."""
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -306,8 +306,8 @@ class ChatCompletionRequest(SamplingFields):
     """Whether the model reasons, as Anthropic's and DeepSeek's interfaces write it: also `enable_thinking`."""
 
     preserve_thinking: bool | None = None
-    """Whether the chat template shows the reasoning of all earlier turns (`reasoning_content`); default: its own, for
-    most templates that of turns since the last message of the user."""
+    """Whether the chat template shows the reasoning of all earlier turns (`reasoning_content`);
+    default: decided by the template; most show only the reasoning since the user's last message."""
 
     thinking_budget: Annotated[int, Between(0, INT31)] | None = None
     """Most tokens of reasoning, which is closed after them; default: as many as the answer may have."""

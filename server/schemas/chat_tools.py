@@ -4,12 +4,12 @@
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from server.schemas.body import (
     Items,
@@ -17,6 +17,7 @@ from server.schemas.body import (
     rule,
     sentence,
 )
+from server.schemas.generation import TextFormat
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 _MAX_NAME = 64
@@ -60,12 +61,6 @@ class FunctionTool(RequestModel):
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates expect it."""
         return self.model_dump(exclude_unset=True)
-
-
-class TextFormat(RequestModel):
-    """Any text."""
-
-    type: Literal["text"]
 
 
 class InputGrammar(RequestModel):
@@ -203,7 +198,14 @@ NamedTool: TypeAlias = NamedFunction | NamedCustomTool
 class AllowedTools(RequestModel):
     mode: Literal["auto", "required"]
     """Whether one of them must be called."""
-    tools: Annotated[Items[Annotated[NamedTool, Field(discriminator="type")]], Field(min_length=1)]
+    tools: Items[Annotated[NamedTool, Field(discriminator="type")]]
+    """With mode `auto` the list may be empty: then no tool may be called."""
+
+    @model_validator(mode="after")
+    def _required_has_tools(self) -> "AllowedTools":
+        if self.mode == "required" and not self.tools:
+            raise sentence("has the mode required and no tools; it needs some")
+        return self
 
 
 class AllowedToolsChoice(RequestModel):
@@ -292,15 +294,17 @@ class ToolUse:
             wanted, forced = choice.allowed_tools.tools, choice.allowed_tools.mode == "required"
         else:
             wanted, forced, once = [choice], True, True
-        positions = tuple(dict.fromkeys(_position(tools, each) for each in wanted))
+        positions = tuple(dict.fromkeys(_positions(tools, wanted)))
         allowed = tuple(tools[position] for position in positions)
         return cls(allowed, forced, once, restricted=len(allowed) < len(tools), positions=positions)
 
 
-def _position(tools: Sequence[Tool], choice: NamedTool) -> int:
-    for position, tool in enumerate(tools):
-        if tool.function.name == choice.name and tool.type == choice.type:
-            return position
-    kind = "custom tool" if choice.type == "custom" else "function"
-    there = ", ".join(tool.function.name for tool in tools[:20])
-    raise ValueError(f"tool_choice names the {kind} {choice.name[:64]!r}; among the tools are {there}")
+def _positions(tools: Sequence[Tool], wanted: Iterable[NamedTool]) -> Iterator[int]:
+    """Yield the index of each wanted tool. Raises `ValueError` with a sentence for an unknown tool."""
+    known = {(tool.type, tool.function.name): position for position, tool in enumerate(tools)}
+    for each in wanted:
+        if (each.type, each.name) not in known:
+            kind = "custom tool" if each.type == "custom" else "function"
+            there = ", ".join(tool.function.name for tool in tools[:20])
+            raise ValueError(f"tool_choice names the {kind} {each.name[:64]!r}; among the tools are {there}")
+        yield known[each.type, each.name]

@@ -156,11 +156,18 @@ class CompactionBlock(_Part):
     tool_changes: HintList = None
 
 
-class ToolChangeReference(_Part):
-    """A tool that a change names; of an MCP server, which is not connected here, it is ignored."""
+class ChangedTool(_Part):
+    """A tool that a change names."""
 
-    type: Literal["tool_reference", "mcp_tool_reference", "mcp_toolset_reference"]
-    name: str = ""
+    type: Literal["tool_reference"]
+    name: str
+
+
+class ChangedMCPTools(_Part):
+    """A tool or all tools of an MCP server. The change is ignored, because this server connects to none."""
+
+    type: Literal["mcp_tool_reference", "mcp_toolset_reference"]
+    name: HintText = None
     server_name: HintText = None
 
 
@@ -168,7 +175,7 @@ class ToolRemovalBlock(_Part):
     """From here on the model may not call the tool. The prompt still shows it, so that its prefix stays cached."""
 
     type: Literal["tool_removal"]
-    tool: ToolChangeReference
+    tool: Annotated[ChangedTool | ChangedMCPTools, Field(discriminator="type")]
     cache_control: Hint = None
 
 
@@ -294,6 +301,7 @@ class AnthropicTool(_Part):
     model_config = ConfigDict(extra="ignore")
 
     type: str
+    name: str | None = None
 
 
 def _known_tool(data: Any) -> Any:
@@ -325,7 +333,7 @@ class ToolAdditionBlock(_Part):
     """The model may call the tool: one of `tools`, or a new one. The prompt shows all tools at its beginning."""
 
     type: Literal["tool_addition"]
-    tool: Annotated[ToolChangeReference | ToolDefinition, Field(discriminator="type")]
+    tool: Annotated[ChangedTool | ChangedMCPTools | ToolDefinition, Field(discriminator="type")]
     cache_control: Hint = None
 
 
@@ -369,7 +377,7 @@ Effort: TypeAlias = Literal["low", "medium", "high", "xhigh", "max"]
 
 class TurnConfig(_Part):
     effort: Effort | None = None
-    """Given to the chat template as `reasoning_effort` in the turn that follows."""
+    """Given to the chat template as `reasoning_effort` for the answer to the user's message that it follows."""
 
 
 class MessageParam(_Part):
@@ -380,16 +388,18 @@ class MessageParam(_Part):
     content: Annotated[Items[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Any])] = []  # noqa: RUF012
     """Text, or a list of content blocks; read as a list."""
     clear_at: Literal["next_user_message", "never"] | None = None
-    """Of a message with the role system: until when the model is shown it."""
+    """For a system message: with `next_user_message` the prompt leaves it out once a user message follows."""
     output_config: TurnConfig | None = None
-    """Of a message with the role system: settings of its turn, instead of content or with it."""
+    """For a system message: settings of its turn; `content` may then be missing."""
 
     @model_validator(mode="after")
     def _fields_go_with_role(self) -> "MessageParam":
         for field in ("clear_at", "output_config"):
             if getattr(self, field) is not None and self.role != "system":
                 raise sentence(f"has {field}, which only the role system has, not {self.role}")
-        if "content" not in self.model_fields_set and self.output_config is None:
+        has_settings = self.output_config is not None and self.output_config.model_fields_set
+        has_none = not self.content if self.role == "system" else "content" not in self.model_fields_set
+        if has_none and not has_settings:
             raise sentence("has no content; it needs some")
         return self
 

@@ -74,7 +74,7 @@ def test_a_core_starts_although_the_working_directory_was_deleted(
     (tmp_path / "release").rmdir()
     with CoreManager(Config()) as manager:
         manager.wait_ready(WAIT_SECONDS)
-        assert {child.cwd() for child in psutil.Process().children()} == {"/"}
+        assert psutil.Process(manager.pid).cwd() == "/"
 
 
 # -- serving ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The result of a request's tools and `tool_choice`, and their refusals."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def allowed(mode: str, *tools: Any) -> dict[str, Any]:
         (allowed("auto", G), "g", False, False, True),
         (allowed("required", G, F), "gf", True, False, False),
         (allowed("required", G, G), "g", True, False, True),
+        (allowed("auto"), "", False, False, True),
     ],
 )
 def test_a_choice_says_what_may_and_what_must_be_called(
@@ -54,6 +56,29 @@ def test_parallel_tool_calls_off_means_one_call() -> None:
 def test_a_choice_that_needs_tools_is_refused_without(choice: Any) -> None:
     with pytest.raises(ValueError, match=r"^tool_choice asks for a call, and there are no tools"):
         use(choice)
+
+
+def test_required_tools_are_some() -> None:
+    with pytest.raises(ValidationError, match="has the mode required and no tools"):
+        use(allowed("required"), F)
+
+
+class _Counted(list[Any]):
+    """A list that counts the items that iterators yield."""
+
+    num_visited = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in super().__iter__():
+            self.num_visited += 1
+            yield each
+
+
+def test_allowed_tools_are_found_in_one_pass_over_all() -> None:
+    functions = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(64)]
+    tools = _Counted(TOOLS.validate_python(functions))
+    assert len(ToolUse.of(tools, CHOICE.validate_python(allowed("auto", *functions))).tools) == 64
+    assert tools.num_visited <= 2 * 64
 
 
 @pytest.mark.parametrize("choice", [G, allowed("auto", F, G)], ids=json.dumps)

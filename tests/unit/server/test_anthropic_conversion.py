@@ -1,6 +1,7 @@
 """Requests of `/v1/messages` become chats: roles, blocks, tools, returned reasoning, and ignored fields."""
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -8,11 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.anthropic.conversion import NO_DOCUMENT, NO_IMAGE, digest, to_chat, wants_cache
+from engine.config.config import Config
+from engine.messages import ModelInfo
+from engine.text.chat_template import ChatTemplate
+from engine.text.io_processor import InputOutputProcessor
+from engine.text.tokenizer import Tokenizer
+from models.demo import CHECKPOINT_DIR
+from server.anthropic.conversion import NO_DOCUMENT, NO_IMAGE, count_tokens, digest, prepare, to_chat, wants_cache
 from server.errors import BadRequest, ThreadUnsupported
-from server.frontend import Frontend
+from server.frontend import Frontend, LoadedModel
 from server.ignored import collect
-from server.schemas.body import validate
+from server.limits.jobs import TooManyJobs
+from server.limits.owners import Owner
+from server.request_builder import render_prompt
+from server.schemas.body import MAX_ITEMS, validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.chat_tools import ToolUse
 from server.schemas.messages import CountTokensRequest, MessagesRequest
@@ -50,7 +60,7 @@ def frontend_of(strip: bool = True) -> Frontend:
 
 
 def chat_of(*messages: dict[str, Any], strip: bool = True, **fields: Any) -> ChatCompletionRequest:
-    return to_chat(request_of(*messages, **fields), frontend_of(strip), opened)
+    return to_chat(request_of(*messages, **fields), frontend_of(strip), opened)[0]
 
 
 def shown(*messages: dict[str, Any], **fields: Any) -> list[tuple[str, str | None]]:
@@ -415,7 +425,8 @@ def test_fields_of_billing_are_accepted_when_tokens_are_counted() -> None:
     assert set(fields) <= CountTokensRequest.model_fields.keys()
 
 
-DEFINED = {"type": "tool_definition", "definition": {"name": "write", "input_schema": {"type": "object"}}}
+WRITE: dict[str, Any] = {"name": "write", "input_schema": {"type": "object"}}
+DEFINED = {"type": "tool_definition", "definition": WRITE}
 READ = {"type": "tool_reference", "name": "read"}
 
 
@@ -433,7 +444,6 @@ def test_tools_may_be_defined_and_removed_in_the_course_of_a_conversation() -> N
 
     back = chat_of(user("Hi"), *changes, system({"type": "tool_addition", "tool": READ}), tools=[TOOL])
     assert back.tool_choice == "auto"
-    assert chat_of(user("Hi"), changes[1], tools=[TOOL]).tool_choice == "none"
     forced = chat_of(user("Hi"), *changes, tools=[TOOL], tool_choice={"type": "any"})
     assert ToolUse.of(forced.tools, forced.tool_choice).forced
 
@@ -446,7 +456,9 @@ def test_tools_may_be_defined_and_removed_in_the_course_of_a_conversation() -> N
             "auto",
             "messages[1].content[0].tool.name is 'rite', and no tool",
         ),
+        ({"type": "tool_reference"}, "auto", "messages[1].content[0].tool.name is missing"),
         (READ, "tool", "tool_choice names the tool read, which messages have removed"),
+        (READ, "any", "tool_choice is any, and messages have removed all tools"),
     ],
 )
 def test_a_change_of_tools_that_cannot_be_followed_is_refused(tool: Any, choice: str, said: str) -> None:
@@ -455,6 +467,87 @@ def test_a_change_of_tools_that_cannot_be_followed_is_refused(tool: Any, choice:
     with pytest.raises(BadRequest) as raised:
         chat_of(user("Hi"), removal, tools=[TOOL], tool_choice=tool_choice)
     assert str(raised.value).startswith(said)
+
+
+def test_a_prompt_still_shows_tools_of_which_all_were_removed() -> None:
+    template = (
+        "{{ tools | map(attribute='function.name') | join(',') }};{% for m in messages %}{{ m.role }}{% endfor %}"
+    )
+    tokenizer = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
+    info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 64, [], 16, 10)
+    processor = InputOutputProcessor(tokenizer, ChatTemplate({"default": template}), info)
+    model, frontend = SimpleNamespace(processor=processor), SimpleNamespace(config=Config())
+    chat = chat_of(user("Hi"), system({"type": "tool_removal", "tool": READ}), tools=[TOOL])
+    assert render_prompt(chat, cast(LoadedModel, model), cast(Frontend, frontend)) == "read;user"
+    assert ToolUse.of(chat.tools, chat.tool_choice).tools == ()
+
+
+def test_a_removed_tool_may_be_defined_anew() -> None:
+    removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "write"}}
+    addition = {"type": "tool_addition", "tool": DEFINED}
+    old = {**TOOL, "name": "write"}
+    chat = chat_of(user("Hi"), system(removal, addition), tools=[old, TOOL])
+    assert [(tool.function.name, tool.function.description) for tool in chat.tools] == [
+        ("write", None),
+        ("read", "Read a file"),
+    ]
+    assert chat.tool_choice == "auto"
+    assert refusal(user("Hi"), system(addition), tools=[old]).startswith(
+        "messages[1].content[0].tool.definition.name is write, which tools[0] has too"
+    )
+    assert "no tool before it has this name" in refusal(user("Hi"), system(removal, addition))
+
+
+def test_tools_and_definitions_are_as_many_as_a_chat_may_have() -> None:
+    tools = [{**TOOL, "name": f"f{number}"} for number in range(MAX_ITEMS)]
+    assert refusal(user("Hi"), system({"type": "tool_addition", "tool": DEFINED}), tools=tools).startswith(
+        "messages[1].content[0].tool.definition is one tool too many"
+    )
+
+
+@pytest.mark.parametrize("role", [user, assistant])
+def test_only_system_messages_change_tools(role: Callable[..., dict[str, Any]]) -> None:
+    removal = role({"type": "tool_removal", "tool": READ})
+    said = refusal(user("Hi"), removal, tools=[TOOL])
+    assert said == "messages[1].content[0] is of type tool_removal, which only the role system has"
+
+
+def test_changes_of_anthropics_tools_are_ignored_by_name() -> None:
+    removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "bash"}}
+    messages = [user("Hi"), system(removal)]
+    assert ignored_of(*messages, tools=[{"type": "bash_20250124", "name": "bash"}, TOOL]) == [
+        "tools[0] (bash_20250124)",
+        "messages[1].content[0] (bash_20250124)",
+    ]
+
+
+def test_errors_of_the_chat_have_the_paths_of_messages() -> None:
+    hosted = {"type": "bash_20250124", "name": "bash"}
+    wrong = {"name": "write", "input_schema": {"type": "array"}}
+    addition = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": wrong}}
+    assert refusal(tools=[hosted, wrong]).startswith("tools[1].input_schema is not the schema of an object")
+    assert refusal(user("Hi"), system(addition), tools=[hosted, TOOL]).startswith(
+        "messages[1].content[0].tool.definition.input_schema is not the schema of an object"
+    )
+    assert refusal(system(addition | {"tool": DEFINED})).startswith("messages have no content")
+
+
+async def test_a_message_is_converted_in_a_thread() -> None:
+    """Thousands of blocks would delay the event loop."""
+    threads: list[bool] = []
+
+    class Jobs:
+        async def text(self, work: Callable[[], Any], *, is_large: bool) -> Any:
+            threads.append(is_large)
+            raise TooManyJobs("full", "requests", 1.0)
+
+    frontend = SimpleNamespace(loaded=None, jobs=SimpleNamespace(of=lambda owner: Jobs()))
+    for count in (1, 300):
+        request = request_of(user(*[text("a")] * count))
+        for convert in (prepare, count_tokens):
+            with pytest.raises(TooManyJobs):
+                await convert(request, cast(Frontend, frontend), cast(Owner, None), opened)
+    assert threads == [False, False, True, True]
 
 
 def test_changes_of_mcp_tools_are_ignored_by_name() -> None:
@@ -475,6 +568,24 @@ def test_instructions_may_hold_for_one_turn() -> None:
     assert chat_of(user("Hi"), effort, **fields).template_variables["reasoning_effort"] == "low"
     later = chat_of(user("Hi"), effort, answer, user("And?"), **fields)
     assert later.template_variables["reasoning_effort"] == "high"
+    during = chat_of(user("Hi"), effort, assistant(CALL), user(result()), **fields)
+    assert during.template_variables["reasoning_effort"] == "low"
+
+
+@pytest.mark.parametrize("fields", [{"output_config": {}}, {"content": []}, {"output_config": {"effort": None}}])
+def test_a_system_message_has_content_or_settings(fields: dict[str, Any]) -> None:
+    assert refusal(user("Hi"), {"role": "system", **fields}).startswith("messages[1] has no content")
+
+
+def test_answers_around_a_message_that_is_not_shown_stay_apart() -> None:
+    once = {"role": "system", "content": "Be brief.", "clear_at": "next_user_message"}
+    made = shown(user("Hi"), assistant("A."), once, assistant("B."), user("And?"))
+    assert made[1] == ("assistant", "A.\nB.")
+
+
+def test_a_change_of_tools_alone_divides_no_turn() -> None:
+    removal = system({"type": "tool_removal", "tool": READ})
+    assert shown(user("Hi"), removal, user("Go on."), tools=[TOOL]) == [("user", "Hi\nGo on.")]
 
 
 def test_a_request_for_a_summary_alone_is_refused() -> None:
@@ -496,12 +607,14 @@ def test_where_anything_is_marked_to_be_cached() -> None:
     for fields in (mark, {"tools": [{**TOOL, **mark}]}, {"system": [text("s", **mark)]}):
         assert wants_cache(request_of(**fields))
     assert wants_cache(request_of(user("Go."), assistant(CALL), user(result(**mark))))
+    definition = {**DEFINED, "definition": {**WRITE, **mark}}
+    assert wants_cache(request_of(user("Go."), system({"type": "tool_addition", "tool": definition})))
 
 
 @given(BODIES, st.booleans())
 def test_any_body_becomes_a_chat_or_is_refused_in_anthropics_form(body: dict[str, Any], allow_unknown: bool) -> None:
     try:
-        chat = to_chat(validate(body, MessagesRequest, allow_unknown=allow_unknown), frontend_of(), opened)
+        chat, _ = to_chat(validate(body, MessagesRequest, allow_unknown=allow_unknown), frontend_of(), opened)
         json.dumps([message.for_template() for message in chat.messages])
     except BadRequest as error:
         reported = json.loads(error.anthropic_body("req_1"))

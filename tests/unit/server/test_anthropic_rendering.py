@@ -172,9 +172,12 @@ def test_omitted_thinking_is_in_the_signature() -> None:
 
 
 def test_an_answer_that_only_caches_the_prompt_has_no_content() -> None:
-    message = assembled(stream_of(renderer_of(max_tokens=0), [delta("The"), last(reason="length")]))
-    assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
-    assert message["usage"]["output_tokens"] == 0
+    streamed = assembled(stream_of(renderer_of(max_tokens=0), [delta("The"), last(reason="length")]))
+    state: Any = _State([("The", 1)], "length")
+    whole = msgspec.to_builtins(renderer_of(max_tokens=0).whole([state], USAGE))
+    for message in (streamed, whole):
+        assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
+        assert message["usage"]["output_tokens"] == 0
 
 
 def test_white_space_alone_is_no_block() -> None:

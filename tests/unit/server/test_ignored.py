@@ -55,6 +55,24 @@ def test_the_header_is_bounded_visible_ascii() -> None:
     assert value.endswith(b" more")
 
 
+def test_an_entry_is_not_compared_with_all_before_it() -> None:
+    compared: list[str] = []
+
+    class Entry(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(self)
+            return super().__eq__(other)
+
+    with collect() as ignored:
+        for number in [*range(500), *range(500)]:
+            ignore(Entry(number))
+    assert ignored == [str(number) for number in range(500)]
+    assert len(compared) <= 3 * 500
+
+
 def test_outside_of_a_request_nothing_is_recorded() -> None:
     ignore("anything")
     with collect() as ignored:

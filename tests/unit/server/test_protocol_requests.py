@@ -435,7 +435,8 @@ def test_earlier_reasoning_is_shown_by_the_variable_of_each_family(
     assert variables.get("preserve_thinking") == is_shown
     if is_shown and "chat_template_kwargs" not in fields:
         assert variables["keep_past_thinking"]
-        assert not any(variables[name] for name in ("clear_thinking", "truncate_history_thinking", "drop_thinking"))
+        dropped = ("clear_thinking", "truncate_history_thinking", "drop_thinking", "drop_history_thinking")
+        assert not any(variables[name] for name in dropped)
 
 
 def test_an_assistants_turn_may_be_empty() -> None:
