@@ -66,8 +66,8 @@ PENDING, SUCCEEDED, FAILED = range(3)
 """State of a line."""
 
 MAX_FILES = 20_000
-"""Most files of an owner, beyond which it may upload none: each takes a block and an inode of the disk, however small
-it is, and the sums of bytes visit all of them."""
+"""Most files of an owner. Each file takes a block and an inode, however small it is, and the queries that sum bytes
+read every row."""
 
 MAX_UNFINISHED = 100
 """Most unfinished batches of an owner: each has a row per line of its input."""
@@ -136,7 +136,7 @@ def disk_errors(sentence: str) -> Iterator[None]:
         raise StoreUnusable(f"{sentence}: {why}; the operator of this server finds the cause in its log") from error
 
 
-# The part of an output line that has its tokens, in the form of each endpoint.
+# These structs decode the token counts of an output line, in the forms of all endpoints.
 
 
 class _Details(msgspec.Struct):
@@ -184,8 +184,8 @@ class _Totals:
     def add(self, answer: bytes) -> None:
         try:
             response = _decode_output(answer).response
-        except msgspec.ValidationError:
-            return  # Its tokens are not counted in any form that is known.
+        except (msgspec.DecodeError, RecursionError):
+            return  # The answer reports no token counts in a known form.
         body = (response and response.body) or _Body()
         self.model = self.model or body.model
         part, total = body.usage or _Usage(), self.usage
@@ -329,7 +329,7 @@ class BatchStore:
         path: Path | None = None
         try:
             with self._transaction() as database:
-                # Output files of batches are never refused, since their work is done.
+                # Output files of batches are never refused, since their work is done. The next batch is.
                 if purpose == "batch":
                     self._check_room(owner, 0, 0, size)
                 database.execute(
@@ -382,9 +382,8 @@ class BatchStore:
         used = own + arriving
         if used + size > self._max_bytes_per_owner:
             raise NoRoom(
-                f"the files of this key have {used} bytes, and with {size} further ones more than "
-                f"{self._max_bytes_per_owner}, the most that this server keeps for one (max_file_bytes_per_key); "
-                "delete files that are not needed"
+                f"the files of this key would have {used + size} bytes, and {self._max_bytes_per_owner} are the most "
+                "that this server keeps for one (max_file_bytes_per_key); delete files that are not needed"
             )
         if total + all_arriving + size > self._max_bytes:
             raise NoRoom(
@@ -459,6 +458,7 @@ class BatchStore:
     def add_batch(self, batch: BatchObject, owner: str, party: str, output_seconds: int | None) -> None:
         """Store a new batch. Raises `NoRoom`."""
         with self._transaction() as database:
+            self._check_room(owner, 0, 0, 0)
             self._insert_batch(database, batch, owner, party, output_seconds)
 
     def _insert_batch(
@@ -471,13 +471,6 @@ class BatchStore:
             raise NoRoom(
                 f"{count} batches of this key have not ended, the most that a key may have; "
                 "wait for one, or cancel one"
-            )
-        # Answers are never refused, however long they are. Instead, the owner's next batch is.
-        [used, _] = database.execute(_USED, (owner,)).fetchone()
-        if used > self._max_bytes_per_owner:
-            raise NoRoom(
-                f"the files of this key have {used} bytes, more than the {self._max_bytes_per_owner} that this "
-                "server keeps for one (max_file_bytes_per_key); delete files that are not needed"
             )
         database.execute(
             "DELETE FROM batches WHERE rowid IN (SELECT rowid FROM batches "
@@ -602,16 +595,15 @@ class BatchStore:
         fields: dict[str, Any] = {"request_counts": self._with_counts(batch.object).request_counts}
         if errors is not None:
             fields["errors"] = BatchErrors(errors)
-        for name, state in (("output", SUCCEEDED), ("error", FAILED)):
-            count = totals.add if state == SUCCEEDED else None
+        for name, state, count in (("output", SUCCEEDED, totals.add), ("error", FAILED, lambda _: None)):
             fields[f"{name}_file_id"] = self._write_output(batch, name, state, row["output_seconds"], count)
         self.update(id, status, **fields, model=totals.model, usage=totals.usage)
 
     def _write_output(
-        self, batch: Batch, name: str, state: int, seconds: int | None, count: Callable[[bytes], None] | None = None
+        self, batch: Batch, name: str, state: int, seconds: int | None, count: Callable[[bytes], None]
     ) -> str | None:
         """Write the answers of the lines in `state`, and pass each to `count`. Returns the file; None if there are
-        none."""
+        none. One answer is in memory at a time: it may have tens of megabytes."""
         filename = f"{batch.object.id}_{name}.jsonl"
         # A killed server may have written the file without ending the batch.
         mine = "SELECT id FROM files WHERE owner = ? AND filename = ? AND purpose = 'batch_output'"
@@ -621,16 +613,14 @@ class BatchStore:
             number = -1
             while rows := self._query(
                 "SELECT number, answer FROM lines WHERE batch = ? AND state = ? AND number > ? "
-                "ORDER BY number LIMIT 256",
+                "ORDER BY number LIMIT 1",
                 batch.object.id,
                 state,
                 number,
             ):
-                file.writelines(row["answer"] + b"\n" for row in rows)
-                if count is not None:
-                    for row in rows:
-                        count(row["answer"])
-                number = rows[-1]["number"]
+                [(number, answer)] = rows
+                file.writelines((answer, b"\n"))
+                count(answer)
             if number < 0:
                 return None
             return self.add_file(file, batch.owner, filename, "batch_output", seconds).id

@@ -143,7 +143,7 @@ class BatchObject(msgspec.Struct, kw_only=True):
     cancelled_at: int | None = None
     request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
     model: str | None = None
-    """Model of the first answer; present when the batch has ended, as `usage`."""
+    """Model of the first answer; present, as `usage`, when the batch has ended and its lines were run."""
     usage: BatchUsage | None = None
     metadata: dict[str, str] | None = None
 

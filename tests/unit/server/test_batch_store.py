@@ -5,6 +5,7 @@ import json
 import os
 import sqlite3
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,33 @@ def test_an_ended_batch_has_the_tokens_of_the_lines_that_succeeded(tmp_path: Pat
     assert ended.usage == BatchUsage(59, CachedTokens(20), 12, ReasoningTokens(5), 71)
 
 
+@pytest.mark.parametrize("body", [b"data: x", b'{"response":{"body":%b%b}}' % (b"[" * 3000, b"]" * 3000)])
+def test_an_answer_without_readable_tokens_does_not_keep_a_batch_from_its_end(body: bytes, tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    store.record(batch.object.id, 0, body, succeeded=True)
+    store.finish(batch, "completed")
+    ended = store.batch(batch.object.id, "me")
+    assert (ended.status, ended.model, ended.usage) == ("completed", None, BatchUsage())
+
+
+def test_the_answers_of_a_batch_that_ends_are_not_all_in_memory(tmp_path: Path) -> None:
+    """An answer may have tens of megabytes of log probabilities."""
+    lines = b"".join(json.dumps(request(str(number))).encode() + b"\n" for number in range(16))
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, lines, tmp_path)
+    size = 2**18
+    for number in range(16):
+        line = output_line(str(number), {"status_code": 200, "body": {"model": "m", "text": "x" * size}})
+        store.record(batch.object.id, number, line, succeeded=True)
+    tracemalloc.start()
+    try:
+        store.finish(batch, "completed")
+        assert tracemalloc.get_traced_memory()[1] < 4 * size
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(("status", "code"), [("expired", "batch_expired"), ("cancelled", "batch_cancelled")])
 def test_lines_that_are_not_done_are_errors_of_a_batch_that_ends(status: Any, code: str, tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "data", 10**6)
@@ -223,7 +251,7 @@ def test_a_server_that_was_killed_leaves_what_was_recorded_and_no_output_twice(t
     id = batch.object.id
     killed.record(id, 1, output_line("b", {"status_code": 200}), succeeded=True)
     # Killed after it wrote the output, and before it ended the batch.
-    killed._write_output(batch, "output", 1, None)
+    killed._write_output(batch, "output", 1, None, lambda _: None)
     killed.update(id, "finalizing")
     killed._lock_file.close()  # type: ignore[union-attr]  # as the system does
 
@@ -261,7 +289,7 @@ def test_an_owners_files_have_a_bound_and_room_comes_back(tmp_path: Path) -> Non
     store = BatchStore(tmp_path / "data", 1000)
     first = add_file(store, bytes(900))
     add_file(store, bytes(900), owner="you")
-    with pytest.raises(NoRoom, match="900 bytes, and with 101 further ones more than 1000"):
+    with pytest.raises(NoRoom, match="would have 1001 bytes, and 1000 are the most"):
         add_file(store, bytes(101))
     store.delete_file(first, "me")
     add_file(store, bytes(101))
@@ -282,13 +310,29 @@ def test_the_number_of_an_owners_files_has_a_bound(tmp_path: Path, monkeypatch: 
     add_file(store, b"x")
 
 
+def test_batches_stop_at_the_number_of_an_owners_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One input may be used by any number of batches, each of which adds files."""
+    monkeypatch.setattr("server.batches.store.MAX_FILES", 2)
+    store = BatchStore(tmp_path / "data", 1000)
+    batch = add_batch(store, THREE, tmp_path)
+    store.record(batch.object.id, 0, output_line("a", {"status_code": 200}), succeeded=True)
+    store.finish(batch, "completed")
+    again = new_batch(batch.object.input_file_id, CHAT, 60)
+    with pytest.raises(NoRoom, match="this key has 2 files, and 2 are the most"):
+        store.add_batch(again, "me", "me", None)
+    output = store.batch(batch.object.id, "me").output_file_id
+    assert output is not None
+    store.delete_file(output, "me")
+    store.add_batch(again, "me", "me", None)
+
+
 def test_uploads_count_as_they_arrive(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "data", 1000, 1500)
     add_file(store, bytes(400))
     with store.upload("me") as first, store.upload("me") as second, store.upload("you") as other:
         first(300)
         second(300)
-        with pytest.raises(NoRoom, match="have 1000 bytes, and with 1 further ones more than 1000"):
+        with pytest.raises(NoRoom, match="would have 1001 bytes, and 1000 are the most"):
             first(1)
         other(499)
         with pytest.raises(NoRoom, match="the files of all keys would have more than 1500 bytes"):
@@ -303,7 +347,12 @@ def test_the_files_of_all_owners_have_a_bound(tmp_path: Path) -> None:
     add_file(store, bytes(1000))
     with pytest.raises(NoRoom, match="max_file_bytes_total"):
         add_file(store, bytes(501), "you")
-    add_file(store, bytes(500), "you")
+    input = add_file(store, bytes(500), "you")
+    with store.new_file() as file:
+        file.write(b"x")
+        store.add_file(file, "you", "out.jsonl", "batch_output")
+    with pytest.raises(NoRoom, match="max_file_bytes_total"):
+        store.add_batch(new_batch(input, CHAT, 60), "you", "you", None)
 
 
 def test_what_is_kept_no_longer_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
