@@ -300,6 +300,7 @@ async def create_completion(http: Request) -> Response:
             sequences,
             request.n,
             best_of=request.best_of,
+            prompt_copies=request.n,
             owner=owner,
             timeout=request.timeout,
         )

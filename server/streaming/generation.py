@@ -34,8 +34,9 @@ _log = logging.getLogger(__name__)
 Rendered = TypeVar("Rendered")
 
 MAX_PROMPT_LOGPROBS, _MAX_OF_SEVERAL = 2**22, 2**20
-"""Most log probabilities of prompts in one answer, and in one of several prompts or choices: 88 and 22 MB of text, or
-more. The interpreter's lock is held while a text is joined: clients of several can ask for fewer at a time."""
+"""Most log probabilities of prompts in an answer that has those of one prompt once, and in any other. They are at least
+88 and 22 MB of text. Joining a text holds the interpreter's lock, so requests that clients can split have the lower
+bound."""
 
 _MANY_LOGPROBS = 4096
 """More log probabilities are rendered in a thread, so that other streams continue meanwhile."""
@@ -55,6 +56,7 @@ class Generation:
         n: int,
         *,
         best_of: int | None = None,
+        prompt_copies: int = 1,
         owner: Owner = ANYONE,
         timeout: float | None = None,
     ) -> None:
@@ -62,17 +64,21 @@ class Generation:
         else `n`.
 
         With `best_of`, the answer has the `n` choices with the highest mean log probability; the sampling parameters
-        must request log probabilities. `timeout` is the request's own limit in seconds. Raises `BadRequest`.
+        must request log probabilities. The answer has the log probabilities of each prompt `prompt_copies` times.
+        `timeout` is the request's own limit in seconds. Raises `BadRequest`.
         """
         self._num_choices = best_of or n
         self._num_answered = n
-        num_logprobs = n * sum(_num_prompt_logprobs(first.request) for first in sequences[:: self._num_choices])
-        most = MAX_PROMPT_LOGPROBS if len(sequences) == 1 else _MAX_OF_SEVERAL
-        if num_logprobs > most:
+        self._prompt_copies = prompt_copies
+        reported = [_num_prompt_logprobs(first.request) for first in sequences[:: self._num_choices]] * prompt_copies
+        most, exception = MAX_PROMPT_LOGPROBS, ""
+        if len(reported) > 1:
+            most, exception = _MAX_OF_SEVERAL, f" ({MAX_PROMPT_LOGPROBS} for one choice of one prompt)"
+        if sum(reported) > most:
             raise BadRequest(
-                f"the prompts have {num_logprobs} log probabilities to report, of each token and its alternatives for "
-                f"each choice; a request may ask for at most {most} ({MAX_PROMPT_LOGPROBS} for one choice of one "
-                "prompt); send fewer prompts, choices or alternatives at a time",
+                f"the prompts have {sum(reported)} log probabilities to report, of each token and its alternatives; a "
+                f"request may ask for at most {most}{exception}; send fewer tokens, prompts, choices or alternatives "
+                "at a time",
                 param="logprobs",
             )
         params = sequences[0].request.sampling_params
@@ -205,7 +211,7 @@ class Generation:
     ) -> Rendered:
         """Run `work`, which renders these states or deltas; in the thread for large answers if it takes long."""
         num_logprobs = sum(
-            _num_logprobs(each.logprobs) + self._num_answered * _num_logprobs(each.prompt_logprobs)
+            _num_logprobs(each.logprobs) + self._prompt_copies * _num_logprobs(each.prompt_logprobs)
             for each in rendered
         )
         if num_logprobs > _MANY_LOGPROBS or len(self._states) > MANY_SEQUENCES:

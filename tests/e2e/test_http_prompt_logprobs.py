@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from openai.types import Completion, CompletionChoice
 from transformers import Qwen3ForCausalLM
 
@@ -149,6 +149,18 @@ def test_a_stream_reports_prompt_log_probabilities_once_a_choice(client: OpenAI)
         found = [chunk for chunk in chunks if chunk.index == index and "prompt_logprobs" in (chunk.model_extra or {})]
         assert len(found) == 1
         assert len(found[0].prompt_logprobs) > 1  # type: ignore[attr-defined]
+
+
+def test_only_copies_in_the_answer_count_against_its_bound(client: OpenAI) -> None:
+    """A chat has its prompt's log probabilities once, a completion once for each choice."""
+    fields: dict[str, Any] = {"n": 64, "max_tokens": 1, "extra_body": {"prompt_logprobs": 20}}
+    prompt = "x " * 1200
+    with pytest.raises(BadRequestError, match="log probabilities to report"):
+        client.completions.create(model=MODEL, prompt=prompt, **fields)
+    answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": prompt}], **fields)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens * 21 * 64 > 2**20
+    assert len(answer.choices) == 64
 
 
 def test_a_cached_prompt_is_computed_again_for_its_log_probabilities(client: OpenAI) -> None:

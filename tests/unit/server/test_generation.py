@@ -176,15 +176,32 @@ async def test_many_log_probabilities_are_rendered_in_the_thread_for_large_answe
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "prompts", "most"), [(199_000, 1, None), (200_000, 1, 2**22), (1000, 49, None), (1000, 50, 2**20)]
+    ("num_tokens", "prompts", "copies", "most"),
+    [
+        (199_000, 1, 1, None),
+        (200_000, 1, 1, r"4194304;"),
+        (1000, 49, 1, None),
+        (1000, 50, 1, r"1048576 \(4194304 for one"),
+        (1000, 1, 49, None),
+        (1000, 1, 50, r"1048576 \(4194304 for one"),
+        (1000, 7, 7, None),
+        (1000, 5, 10, r"1048576 \(4194304 for one"),
+    ],
 )
-def test_very_many_log_probabilities_of_prompts_are_refused(num_tokens: int, prompts: int, most: int | None) -> None:
-    """Several prompts may have fewer, because their client may send fewer at a time."""
+@pytest.mark.parametrize("others", [0, 3])
+def test_very_many_log_probabilities_of_prompts_are_refused(
+    num_tokens: int, prompts: int, copies: int, others: int, most: str | None
+) -> None:
+    """An answer that has those of one prompt once may have more, because its client cannot ask for less at a time.
+    Choices without a copy count nothing: those of chats, and those that `best_of` generates in addition."""
     prompt = AddRequest(0, [5] * num_tokens, SamplingParams(prompt_logprobs=20))
     choice = NewSequence(prompt, RequestState(0, [5], SamplingParams(), TOKENIZER))
-    refused = f"{num_tokens * 21 * prompts} log probabilities to report.* at most {most}"
+    refused = f"{num_tokens * 21 * prompts * copies} log probabilities to report.* at most {most}"
+    sequences = [choice] * (prompts * (copies + others))
     with nullcontext() if most is None else pytest.raises(BadRequest, match=refused):
-        Generation(cast(Hub, None), Config(), [choice] * prompts, 1)
+        Generation(
+            cast(Hub, None), Config(), sequences, copies, best_of=copies + others or None, prompt_copies=copies
+        )
 
 
 def several(core: Core, prompts: int, **fields: Any) -> tuple[Generation, CompletionRenderer]:
