@@ -373,7 +373,7 @@ class BatchRunner:
             "state": {"owner": owner, "request_id": request_id, "facts": RequestFacts()},
         }
         unread = [body]
-        status, headers, content, is_complete = 500, dict[bytes, bytes](), bytearray(), False
+        status, headers, pieces, is_complete = 500, dict[bytes, bytes](), list[bytes](), False
 
         async def receive() -> Message:
             if unread:
@@ -386,7 +386,7 @@ class BatchRunner:
             if message["type"] == "http.response.start":
                 status, headers = message["status"], dict(message["headers"])
             elif message["type"] == "http.response.body":
-                content.extend(message.get("body", b""))
+                pieces.append(message.get("body", b""))
                 is_complete = not message.get("more_body", False)
 
         try:
@@ -396,8 +396,8 @@ class BatchRunner:
             _log.exception("a line of a batch could not be answered")
             if not is_complete:
                 failure = EngineError(f"the server could not answer the line: {type(error).__name__}: {error}")
-                status, content = failure.status, bytearray(failure.body())
-        return _Answer(status, headers, bytes(content))
+                status, pieces = failure.status, [failure.body()]
+        return _Answer(status, headers, b"".join(pieces))
 
 
 class _Requested(msgspec.Struct):

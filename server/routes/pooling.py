@@ -21,7 +21,6 @@ from server.errors import BadRequest
 from server.frontend import Frontend
 from server.limits.owners import Owner
 from server.request_builder import MAX_SEQUENCES, accept, prefix_salt
-from server.schemas.body import json_response
 from server.schemas.completions import Prompt
 from server.schemas.generation import Usage
 from server.schemas.pooling import (
@@ -50,6 +49,7 @@ from server.schemas.pooling import (
     VectorFields,
 )
 from server.streaming.generation import Generation
+from server.streaming.sse import json_response
 
 endpoints = ENDPOINTS.register("pooling")(EndpointFamily())
 

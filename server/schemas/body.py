@@ -404,9 +404,4 @@ def _shown(value: Any) -> str:
 
 def as_json(answer: msgspec.Struct) -> Response:
     """Return a response 200 with `answer` as the body."""
-    return json_response(msgspec.json.encode(answer))
-
-
-def json_response(body: bytes) -> Response:
-    """Return a response 200 with JSON text as the body."""
-    return Response(body, media_type=JSON)
+    return Response(msgspec.json.encode(answer), media_type=JSON)

@@ -27,7 +27,7 @@ from server.limits.owners import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
 from server.streaming.resumable import ResumableStreams
-from server.streaming.sse import PIECE_BYTES, EventStream, Renderer, encode, in_slices, while_connected
+from server.streaming.sse import PIECE_BYTES, EventStream, Renderer, encode, in_slices, json_response, while_connected
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Generation:
             content = await self._render(lambda: encode(in_slices(self.whole(renderer))), self._states)
         else:
             content = encode(self.whole(renderer))
-        return Response(content, media_type="application/json")
+        return json_response(content)
 
     async def complete(self, id: str, http: Request | None = None) -> list[RequestState]:
         """Run the sequences to their end, and return their states. `id` is the id of the answer.

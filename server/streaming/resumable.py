@@ -16,7 +16,7 @@ from server.access_log import RequestFacts
 from server.errors import BadRequest
 from server.limits.accounts import Accounts
 from server.limits.owners import Owner
-from server.streaming.sse import EventStream
+from server.streaming.sse import PIECE_BYTES, EventStream
 
 _EVENT_END = b"\n\n"
 _EVENT_BYTES = 64
@@ -73,8 +73,11 @@ class _Stream:
         """Store the events of `answer` as they are generated. Waits while the events that no client took fill the
         bound."""
         async for chunk in answer:
-            for event in chunk.split(_EVENT_END)[:-1]:
-                held = b"id: %b:%d\n%b\n\n" % (self.id.encode(), self.end, event)
+            start = 0
+            while (end := chunk.find(_EVENT_END, start)) >= 0:
+                event = chunk[start : end + len(_EVENT_END)]  # No copy if it is the whole chunk.
+                start += len(event)
+                held = b"id: %b:%d\n%b" % (self.id.encode(), self.end, event)
                 self._events.append(held)
                 self.num_bytes += len(held) + _EVENT_BYTES
             self._wake()
@@ -99,12 +102,18 @@ class _Stream:
         """Yield the events from number `start` to the last one, or until another reader takes over."""
         while self.reader is reader:
             if start < self.end:
-                end = self.end
-                yield b"".join(itertools.islice(self._events, start - self._first, None))
+                taken = [self._events[start - self._first]]
+                num_bytes = len(taken[0])
+                for event in itertools.islice(self._events, start - self._first + 1, None):
+                    num_bytes += len(event)
+                    if num_bytes > PIECE_BYTES:
+                        break
+                    taken.append(event)
+                yield b"".join(taken)
                 if self.reader is not reader:
                     return  # Keep the events that this reader took: the other reader may lack them.
                 # The next iteration: these events have been sent, and more may be stored.
-                start = end
+                start += len(taken)
                 if start > self._num_taken:
                     self._num_taken = start
                     self._wake()

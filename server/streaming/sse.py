@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from engine.text.request_state import RequestDelta, RequestState
@@ -32,8 +33,8 @@ _COMMENT = ServerSentEvent(comment="ping", sep="\n")
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 PIECE_BYTES = 2**18
-"""Bytes that are sent at a time. A copy and a system call of hundreds of megabytes, which log probabilities may have,
-would delay all other clients."""
+"""Most bytes of an answer that one message sends. A copy and a system call of tens of megabytes, which log probabilities
+may have, would delay all other clients."""
 
 _SLICE = 64
 """Entries of a list that are encoded at a time, in `in_slices`."""
@@ -117,7 +118,7 @@ class EventStream(EventSourceResponse):
                                 if len(event) <= PIECE_BYTES:
                                     await send_body({"type": "http.response.body", "body": event, "more_body": True})
                                 else:
-                                    await pings.send_in_pieces(event)
+                                    await pings.send_event(event)
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             if self._on_end is not None:
@@ -138,13 +139,10 @@ class _Pings:
         self._start()
         return self
 
-    async def send_in_pieces(self, event: bytes) -> None:
-        """Send a large event. Other clients are served between its pieces."""
+    async def send_event(self, event: bytes) -> None:
+        """Send a large event without pings between its pieces."""
         self._is_within_event = True
-        for start in range(0, len(event), PIECE_BYTES):
-            piece = event[start : start + PIECE_BYTES]
-            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-            await asyncio.sleep(0)
+        await _send_in_pieces(event, self._send)
         self._is_within_event = False
 
     def __exit__(self, *_: object) -> None:
@@ -162,6 +160,26 @@ class _Pings:
         with suppress(StopIteration):
             next(sending)
             sending.close()
+
+
+def json_response(body: bytes) -> Response:
+    """Return a response 200 with JSON text as the body, sent in pieces if it is large."""
+    return (_LargeResponse if len(body) > PIECE_BYTES else Response)(body, media_type="application/json")
+
+
+class _LargeResponse(Response):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _send_in_pieces(self.body, send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_in_pieces(content: bytes, send: Send) -> None:
+    """Send a part of a body. Other clients are served between its pieces."""
+    for start in range(0, len(content), PIECE_BYTES):
+        piece = content[start : start + PIECE_BYTES]
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await asyncio.sleep(0)
 
 
 class ChunkWriter:
@@ -213,7 +231,7 @@ def error_event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-def ending(logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
+def ending(logprobs: msgspec.Struct | msgspec.Raw | None, finish_reason: str | None) -> bytes:
     """Return the members that follow the text or delta in a choice, and the choice's end."""
     return b',"logprobs":%b,"finish_reason":%b}' % (encode(logprobs), encode(finish_reason))
 

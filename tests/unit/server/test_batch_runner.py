@@ -36,7 +36,8 @@ class App:
         if x in self.raising:
             raise RuntimeError("a bug")
         await send({"type": "http.response.start", "status": 429 if x in self.refused else 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
+        await send({"type": "http.response.body", "body": b"{", "more_body": True})
+        await send({"type": "http.response.body", "body": b"}"})
 
 
 def add(store: BatchStore, names: list[str], owner: str = "me") -> Batch:

@@ -3,6 +3,7 @@ stored."""
 
 import asyncio
 import re
+import tracemalloc
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -84,6 +85,24 @@ async def test_the_rest_is_what_was_not_received_wherever_the_client_was_cut_off
         assert await again.rest() == cut + rest
         await again.leave()
     assert answer.ended
+    await streams.close()
+
+
+async def test_large_events_are_not_joined_with_others() -> None:
+    """Each copy of an event of megabytes delays all other clients."""
+    streams, answer, size = ResumableStreams(10**9, 60, 10**9), Answer(), 2**20
+    reader = Reader(streams.begin("s", ANYONE, answer(), answer.end))
+    large = b"x" * size
+    answer.write(b"a", b"b", large, b"c", None)  # type: ignore[arg-type]
+    tracemalloc.start()
+    try:
+        await settle()
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * size, "the chunk and the stored event"
+    finally:
+        tracemalloc.stop()
+    assert [numbers(await reader.read()) for _ in range(3)] == [[0, 1], [2], [3]]
+    assert reader.received == b"".join(b"id: s:%d\ndata: %b\n\n" % e for e in enumerate([b"a", b"b", large, b"c"]))
+    await reader.leave()
     await streams.close()
 
 

@@ -19,7 +19,7 @@ from server.schemas.completions import Completion as CompletionAnswer
 from server.schemas.completions import CompletionChoice, CompletionLogprobs
 from server.schemas.generation import AnswerHead, PromptTokenLogprob, PromptTokensDetails, StreamOptions, Usage
 from server.streaming import sse
-from server.streaming.sse import DONE, EventStream, error_event
+from server.streaming.sse import DONE, EventStream, error_event, json_response
 
 TEXTS = ["Hi", "", '"\\/\b\f\n\r\t\x00\x1f', "漢字 😀 é", "\u2028\u2029", "data: x\n\ndata: y", "</script>"]
 HEAD = AnswerHead("x-1", 5, 'a"b', "kaon")
@@ -134,12 +134,13 @@ async def test_a_stream_that_waits_sends_its_ping_until_it_goes_on(monkeypatch: 
     assert set(pings) == {b'event: ping\ndata: {"type": "ping"}\n\n'}
 
 
-async def test_a_large_event_is_sent_in_pieces_between_which_others_are_served(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_large_answer_is_sent_in_pieces_between_which_others_are_served(
+    is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sse, "_PING_SECONDS", 0)
     monkeypatch.setattr(sse, "PIECE_BYTES", 10)
-    event = b"data: " + bytes(range(48, 90)) * 3 + b"\n\n"
+    content = b"data: " + bytes(range(48, 90)) * 3 + b"\n\n"
     bodies: list[bytes] = []
     steps_of_others = 0
 
@@ -150,7 +151,7 @@ async def test_a_large_event_is_sent_in_pieces_between_which_others_are_served(
             await asyncio.sleep(0)
 
     async def large() -> AsyncGenerator[bytes, None]:
-        yield event
+        yield content
 
     async def send(message: Message) -> None:
         bodies.append(message.get("body", b""))
@@ -160,11 +161,12 @@ async def test_a_large_event_is_sent_in_pieces_between_which_others_are_served(
         return {"type": "http.disconnect"}
 
     other = asyncio.create_task(others())
-    await EventStream(large(), ping=PING)({"type": "http", "method": "POST"}, receive, send)
+    response = EventStream(large(), ping=PING) if is_stream else json_response(content)
+    await response({"type": "http", "method": "POST"}, receive, send)
     other.cancel()
     assert max(map(len, bodies)) == 10
-    assert b"".join(bodies) == event, "no ping is within an event"
-    assert steps_of_others >= len(event) // 10
+    assert b"".join(bodies) == content, "no ping is within an event"
+    assert steps_of_others >= len(content) // 10
 
 
 async def test_a_stream_to_a_head_request_has_no_events() -> None:
