@@ -40,7 +40,7 @@ class CompletionChunkWriter(ChunkWriter):
         self,
         index: int,
         text: str,
-        logprobs: msgspec.Struct | None,
+        logprobs: msgspec.Struct | msgspec.Raw | None,
         finish_reason: str | None,
         members: bytes = b"",
     ) -> bytes:
@@ -108,7 +108,13 @@ class CompletionRenderer(Renderer):
         return self._chunks.closing(usage)
 
     def whole(self, states: Sequence[RequestState], usage: Usage) -> Completion:
-        choices = [self._choice(*each) for each in enumerate(states)]
+        choices = []
+        for index, state in enumerate(states):
+            number, choice = divmod(index, self._request.n)
+            if not choice:
+                echoed = self._echoed(number, state.prompt_logprobs or [])
+                of_prompt = self._of_prompt(state.prompt_logprobs or [])
+            choices.append(self._choice(index, state, echoed, of_prompt))
         return Completion(**self.head._asdict(), choices=choices, usage=usage)
 
     def _open_choices(self, number: int, positions: list[TokenLogprobs]) -> bytes:
@@ -121,9 +127,9 @@ class CompletionRenderer(Renderer):
             members += b',"prompt_token_ids":%b,"token_ids":[]' % encode(prompt.token_ids)
         if not prompt.echo and not members and (not request.echo or request.logprobs is None):
             return b""
-        first = number * request.n
+        first, logprobs = number * request.n, encode(in_slices(self._echoed(number, positions)))
         return b"".join(
-            self._chunks.delta(index, prompt.echo, in_slices(self._echoed(index, positions)), None, members)
+            self._chunks.delta(index, prompt.echo, msgspec.Raw(logprobs), None, members)
             for index in range(first, first + request.n)
         )
 
@@ -138,30 +144,40 @@ class CompletionRenderer(Renderer):
             members += b',"stop_reason":' + encode(delta.stop_reason)
         return self._chunks.delta(index, delta.text, logprobs, delta.finish_reason, members)
 
-    def _choice(self, index: int, state: RequestState) -> CompletionChoice:
+    def _choice(
+        self,
+        index: int,
+        state: RequestState,
+        echoed: CompletionLogprobs | None,
+        of_prompt: PromptLogprobs | msgspec.UnsetType,
+    ) -> CompletionChoice:
         request, prompt = self._request, self._prompts[index // self._request.n]
         logprobs = None
         if request.logprobs is not None:
-            logprobs = self._echoed(index, state.prompt_logprobs or [])
-            logprobs = _joined(logprobs, self._logprobs[index].write(state.logprobs or ()))
-        choice = CompletionChoice(index, prompt.echo + state.text, logprobs, state.finish_reason)
+            logprobs = _joined(echoed, self._logprobs[index].write(state.logprobs or ()))
+        choice = CompletionChoice(
+            index, prompt.echo + state.text, logprobs, state.finish_reason, prompt_logprobs=of_prompt
+        )
         if state.stop_reason is not None:
             choice.stop_reason = state.stop_reason
-        if request.prompt_logprobs is not None:
-            choice.prompt_logprobs = self._of_prompt(state.prompt_logprobs or [])
         if request.return_token_ids:
             choice.prompt_token_ids, choice.token_ids = prompt.token_ids, state.token_ids
         return choice
 
-    def _echoed(self, index: int, positions: list[TokenLogprobs]) -> CompletionLogprobs | None:
-        """Return the log probabilities of the prompt, if the request asks for echo and log probabilities."""
-        request, prompt = self._request, self._prompts[index // self._request.n]
+    def _echoed(self, number: int, positions: list[TokenLogprobs]) -> CompletionLogprobs | None:
+        """Return the log probabilities of a prompt, which all its choices begin with, if the request asks for echo and
+        log probabilities."""
+        request, prompt = self._request, self._prompts[number]
         if not request.echo or request.logprobs is None:
             return None
-        return self._logprobs[index].write_prompt(prompt.echo, prompt.token_ids[0], positions, request.logprobs)
+        first, *others = self._logprobs[number * request.n : (number + 1) * request.n]
+        for other in others:
+            other.begin_after(prompt.echo)
+        return first.write_prompt(prompt.echo, prompt.token_ids[0], positions, request.logprobs)
 
-    def _of_prompt(self, positions: list[TokenLogprobs]) -> PromptLogprobs:
-        return prompt_logprobs(self._tokenizer, positions, self._request.prompt_logprobs or 0)
+    def _of_prompt(self, positions: list[TokenLogprobs]) -> PromptLogprobs | msgspec.UnsetType:
+        count = self._request.prompt_logprobs
+        return msgspec.UNSET if count is None else prompt_logprobs(self._tokenizer, positions, count)
 
 
 def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs) -> CompletionLogprobs:

@@ -38,10 +38,14 @@ class CompletionLogprobsWriter:
         self._advance(first)
         for position in positions:
             self._add(written, position, count)
-        self._offset = len(text)
         self._at_start = False
         self._decode(b"", True)
+        self.begin_after(text)
         return written
+
+    def begin_after(self, text: str) -> None:
+        """Begin after the echoed prompt `text`, whose log probabilities another writer converts."""
+        self._offset = len(text)
 
     def write(self, positions: Iterable[TokenLogprobs]) -> CompletionLogprobs:
         """Convert the log probabilities of the next generated tokens."""

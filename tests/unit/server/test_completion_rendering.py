@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 
 from engine.messages import TokenLogprobs
-from engine.text.request_state import RequestDelta
+from engine.sampling_params import SamplingParams
+from engine.text.request_state import RequestDelta, RequestState
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.routes.completions import CompletionRenderer, PromptEcho
 from server.schemas.body import validate
 from server.schemas.completions import CompletionRequest
 from server.schemas.generation import PromptTokensDetails, Usage
+from server.streaming.logprobs import CompletionLogprobsWriter
+from server.streaming.sse import encode
 
 USAGE = Usage(1, 2, 3, PromptTokensDetails(0))
 
@@ -65,8 +68,37 @@ def test_choices_wait_for_their_prompts_log_probabilities_and_no_others(tokenize
     ]
     assert [len(choice["logprobs"]["tokens"]) for choice in came] == [len(ids), len(ids), 1, 1]
     assert came[0]["logprobs"]["token_logprobs"] == [None, *([-0.5] * (len(ids) - 1))]
-    assert came[3]["logprobs"]["text_offset"] == [len("One two")]
+    assert came[2]["logprobs"]["text_offset"] == came[3]["logprobs"]["text_offset"] == [len("One two")]
     assert [choice["text"] for choice in choices(waiting.chunk(1, RequestDelta("e", [8], positions([8]))))] == ["e"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompts_log_probabilities_are_converted_once_for_all_its_choices(
+    tokenizer: Tokenizer, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Converting them is Python, which delays the event loop."""
+    ids = tokenizer.encode("One two")
+    converted, add = list[TokenLogprobs](), CompletionLogprobsWriter._add
+
+    def counted(writer: CompletionLogprobsWriter, written: Any, position: TokenLogprobs, count: int) -> None:
+        converted.append(position)
+        add(writer, written, position, count)
+
+    monkeypatch.setattr(CompletionLogprobsWriter, "_add", counted)
+    fields = {"echo": True, "logprobs": 1, "prompt_logprobs": 1, "n": 3}
+    echoing = renderer(tokenizer, [PromptEcho(ids, "One two")], **fields)
+    reported = positions(ids[1:])
+    if stream:
+        came = choices(echoing.chunk(0, RequestDelta("", [], prompt_logprobs=reported)))[:3]
+    else:
+        states = [RequestState(number, ids, SamplingParams(), tokenizer) for number in range(3)]
+        for state in states:
+            state.prompt_logprobs = reported
+        came = json.loads(encode(echoing.whole(states, USAGE)))["choices"]
+    assert converted == reported
+    assert [choice["index"] for choice in came] == [0, 1, 2]
+    assert all(len(choice["logprobs"]["tokens"]) == len(ids) for choice in came)
+    assert all(len(choice["prompt_logprobs"]) == len(ids) for choice in came)
 
 
 def test_echoed_log_probabilities_show_as_many_alternatives_as_logprobs_says(tokenizer: Tokenizer) -> None:
