@@ -1,7 +1,7 @@
 """`Acceptor`: accepts the connections of a listening socket while `Connections` has room.
 
 It also works while the process has no free descriptor, ends the connections of slow clients by regular sweeps, and
-leaves new connections to the system's queue until those that they may displace had time to send a request.
+leaves new connections to the system's queue until those that they may displace have had time to send a request.
 """
 
 import asyncio
