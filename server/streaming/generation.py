@@ -34,9 +34,9 @@ _log = logging.getLogger(__name__)
 Rendered = TypeVar("Rendered")
 
 MAX_PROMPT_LOGPROBS, _MAX_OF_SEVERAL = 2**22, 2**20
-"""Most log probabilities of prompts in an answer that has those of one prompt once, and in any other. They are at least
-88 and 22 MB of text. Joining a text holds the interpreter's lock, so requests that clients can split have the lower
-bound."""
+"""Most log probabilities of prompts in an answer that has those of one prompt once, and in any other. They are at
+least 88 and 22 MB of text. Joining a text holds the interpreter's lock, so requests that clients can split have the
+lower bound."""
 
 _MANY_LOGPROBS = 4096
 """More log probabilities are rendered in a thread, so that other streams continue meanwhile."""

@@ -33,8 +33,8 @@ _COMMENT = ServerSentEvent(comment="ping", sep="\n")
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 PIECE_BYTES = 2**18
-"""Most bytes of an answer that one message sends. A copy and a system call of tens of megabytes, which log probabilities
-may have, would delay all other clients."""
+"""Most bytes of an answer that one message sends. A copy and a system call of tens of megabytes, which log
+probabilities may have, would delay all other clients."""
 
 _SLICE = 64
 """Entries of a list that are encoded at a time, in `in_slices`."""

@@ -199,9 +199,7 @@ def test_very_many_log_probabilities_of_prompts_are_refused(
     refused = f"{num_tokens * 21 * prompts * copies} log probabilities to report.* at most {most}"
     sequences = [choice] * (prompts * (copies + others))
     with nullcontext() if most is None else pytest.raises(BadRequest, match=refused):
-        Generation(
-            cast(Hub, None), Config(), sequences, copies, best_of=copies + others or None, prompt_copies=copies
-        )
+        Generation(cast(Hub, None), Config(), sequences, copies, best_of=copies + others or None, prompt_copies=copies)
 
 
 def several(core: Core, prompts: int, **fields: Any) -> tuple[Generation, CompletionRenderer]:
