@@ -73,10 +73,12 @@ class _Stream:
         """Store the events of `answer` as they are generated. Waits while the events that no client took fill the
         bound."""
         async for chunk in answer:
-            start = 0
-            while (end := chunk.find(_EVENT_END, start)) >= 0:
-                event = chunk[start : end + len(_EVENT_END)]  # No copy if it is the whole chunk.
-                start += len(event)
+            start = end = 0
+            while end := chunk.find(b"\n", end) + 1:
+                # A search for both line breaks at once takes 60 ms for 22 MB.
+                if chunk[end - 2 : end] != _EVENT_END:
+                    continue
+                event, start = chunk[start:end], end  # No copy if it is the whole chunk.
                 held = b"id: %b:%d\n%b" % (self.id.encode(), self.end, event)
                 self._events.append(held)
                 self.num_bytes += len(held) + _EVENT_BYTES

@@ -170,7 +170,7 @@ def json_response(body: bytes) -> Response:
 class _LargeResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send_in_pieces(self.body, send)
+        await _send_in_pieces(bytes(self.body), send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
