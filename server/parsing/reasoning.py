@@ -188,7 +188,7 @@ REASONING_DIALECTS.register("hy_v3_opensource")(
         detect=lambda signs: "<think:opensource>" in signs.template or signs.has_token("<think:opensource>"),
     )
 )
-# The next two dialects have sentences for tags.
+# The next two dialects have plain text for tags.
 REASONING_DIALECTS.register("apriel")(
     ReasoningDialect(
         "Here are my reasoning steps:",
