@@ -191,6 +191,7 @@ def rms_norm(
 # The activation of a feed-forward layer: `activation(gate) * up`, or without `up` the activation alone.
 
 _SILU, _GELU_TANH, _CLAMPED_SILU = tl.constexpr(SILU), tl.constexpr(GELU_TANH), tl.constexpr(CLAMPED_SILU)
+_ALL = tl.constexpr(tl.PropagateNan.ALL)
 _GELU, _RELU, _CLIPPED_SILU = tl.constexpr(GELU), tl.constexpr(RELU), tl.constexpr(CLIPPED_SILU)
 
 
@@ -202,16 +203,16 @@ def gated_product(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     if ACTIVATION == _GELU_TANH:
         # (1 + tanh(u)) / 2 = sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3)
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    if ACTIVATION == _CLAMPED_SILU:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        return (up + 1.0) * gate * tl.sigmoid(alpha * gate)
-    if ACTIVATION == _CLIPPED_SILU:
-        gate = tl.minimum(gate, limit)
-        return gate * tl.sigmoid(gate) * tl.minimum(tl.maximum(up, -limit), limit)
+    if ACTIVATION == _CLAMPED_SILU or ACTIVATION == _CLIPPED_SILU:
+        # A NaN stays one, so that a broken row is found.
+        gate = tl.minimum(gate, limit, propagate_nan=_ALL)
+        up = tl.minimum(tl.maximum(up, -limit, propagate_nan=_ALL), limit, propagate_nan=_ALL)
+        if ACTIVATION == _CLAMPED_SILU:
+            return (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+        return gate * tl.sigmoid(gate) * up
     if ACTIVATION == _GELU:
         return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    rest = tl.maximum(gate, 0.0)
+    rest = tl.maximum(gate, 0.0, propagate_nan=_ALL)
     if ACTIVATION == _RELU:
         return rest * up
     return rest * rest * up

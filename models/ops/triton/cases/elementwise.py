@@ -154,6 +154,9 @@ class ActivationCase(Case):
         steepness = gate if activation == RELU_SQUARED else 1.0
         bound = rounding_bound(self.dtype) * exact.abs() + FLOAT32 * gate * (up + 1) * steepness
         yield Finding(f"an activation of {self.features}", relative_error(found, exact, bound))
+        gates[0, 0] = torch.nan
+        broken = activated(gates, activation, ups if self.is_gated else None, alpha=alpha, limit=limit)
+        yield Finding(f"an activation of a NaN among {self.features}", 0.0 if broken[0, 0].isnan() else torch.inf)
 
 
 def _memory(x: torch.Tensor) -> RoundedRows:
