@@ -497,8 +497,8 @@ _QUANTISATION = (
     ),
     Mutation(
         "quantisation/c-int4-zero-not-subtracted",
-        "s[r][v] -= by->zeros[first + v] * totals[r * groups];",
-        "s[r][v] -= 0 * totals[r * groups];",
+        "_mm512_shuffle_epi8(_mm512_cvtepu8_epi32(stored), first)",
+        "_mm512_shuffle_epi8(_mm512_setzero_si512(), first)",
         ("parity/test_cpu_codes.py",),
     ),
     Mutation(
