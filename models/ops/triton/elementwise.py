@@ -203,7 +203,7 @@ def gated_product(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     if ACTIVATION == _GELU_TANH:
         # (1 + tanh(u)) / 2 = sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3)
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    if ACTIVATION == _CLAMPED_SILU or ACTIVATION == _CLIPPED_SILU:
+    if ACTIVATION == _CLAMPED_SILU or ACTIVATION == _CLIPPED_SILU:  # noqa: SIM109, Triton has no `in`
         # A NaN stays one, so that a broken row is found.
         gate = tl.minimum(gate, limit, propagate_nan=_ALL)
         up = tl.minimum(tl.maximum(up, -limit, propagate_nan=_ALL), limit, propagate_nan=_ALL)
