@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, Self
 
 import jinja2
@@ -61,6 +62,8 @@ class ChatTemplate:
 
         self._shown_roles: dict[tuple[str, bool], bool] = {}
         """Results of `_shows`, by its arguments."""
+        self._call_forms: dict[bool, _CallForm] = {}
+        """Results of `_call_form`, by its argument."""
         self.source = "\n".join(templates.values())
         """Text of the templates, from which dialects are detected."""
         self._reads_thinking = ".thinking" in self.source and "<|channel|>" not in self.source
@@ -102,21 +105,31 @@ class ChatTemplate:
         if any(message.get("role") in _INSTRUCTING for message in messages):
             messages = self._with_shown_roles(messages)
         if any(message.get("tool_calls") for message in messages):
-            messages = [self._with_shown_calls(each) if each.get("tool_calls") else each for each in messages]
+            form = self._call_form(has_tools=tools is not None)
+            messages = [_with_shown_calls(each, form) if each.get("tool_calls") else each for each in messages]
         if self._reads_thinking:
             messages = [{"thinking": each["reasoning"], **each} if "reasoning" in each else each for each in messages]
         elif self._reads_thinking_parts:
-            messages = [_with_thinking_part(each) if "reasoning" in each else each for each in messages]
+            messages = [_with_thinking_part(each) for each in messages]
         elif self._reads_blocks and any("reasoning" in each for each in messages):
             messages = [_with_blocks(each) for each in messages]
+        if tools:
+            tools = self._with_shown_tools(tools)
+        return self._render(messages, tools, add_generation_prompt, variables)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         values = {**self._special_tokens, "documents": None, **variables}
         values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
         pieces = []
         length = 0
         most = self._max_characters or MAX_RENDERED_CHARACTERS
         deadline = time.monotonic() + MAX_RENDER_SECONDS
-        if tools:
-            values["tools"] = self._with_shown_tools(tools)
         template = self._choose(tools)
         context = template.new_context(values)
         try:
@@ -177,33 +190,32 @@ class ChatTemplate:
         if known is None:
             message, user = {"role": role, "content": _PROBE}, {"role": "user", "content": "Hi"}
             chat = [user, {"role": "assistant", "content": "Hi"}, message, user] if late else [message, user]
-            known = self._shown_roles[role, late] = _PROBE in (self._probe(chat) or "")
+            known = self._shown_roles[role, late] = _PROBE in self._probe(chat)
         return known
 
-    def _with_shown_calls(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Write a message with calls in the form that the template reads."""
-        form = self._call_form
-        if not message.get("content"):
-            message = {**message, "content": form.no_content}
-        if form.has_text_arguments:
-            message = {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
-        return message
-
-    @cached_property
-    def _call_form(self) -> "_CallForm":
-        """The form of messages with calls that the template reads, found by rendering one in each form.
+    def _call_form(self, *, has_tools: bool) -> "_CallForm":
+        """The form of messages with calls that the template reads: of those whose rendered call has its arguments, and
+        not as Python text, the first with the shortest text.
 
         Without content, an empty text is right for most templates: with null they fail (Qwen3, gpt-oss, Ministral 3,
-        Granite 3.3) or write `None` (GLM). DeepSeek-R1's tests for null, and writes an empty turn more for a text. Its
-        copies for other models also join arguments to a text, where others expect an object.
+        Granite 3.3) or write `None` (GLM). DeepSeek-R1's template tests for null; for a text it writes an additional,
+        empty turn. Templates derived from it concatenate the arguments with text, so they must be JSON text; other
+        templates expect an object.
         """
-        for has_text_arguments in (False, True):
-            forms = (_CallForm("", has_text_arguments), _CallForm(None, has_text_arguments))
-            texts = {form: self._probe(_chat_with_call(form), [_PROBE_TOOL]) for form in forms}
-            shown = {form: text for form, text in texts.items() if text is not None and _PROBE in text}
-            if shown:
-                return min(shown, key=lambda form: len(shown[form]))
-        return _CallForm("", False)
+        known = self._call_forms.get(has_tools)
+        if known is None:
+            known = _CallForm("", False)
+            for has_text_arguments in (False, True):
+                forms = (_CallForm("", has_text_arguments), _CallForm(None, has_text_arguments))
+                texts = {
+                    form: self._probe(_chat_with_call(form), [_PROBE_TOOL] if has_tools else None) for form in forms
+                }
+                shown = {form: text for form, text in texts.items() if _PROBE in text and str(_ARGUMENTS) not in text}
+                if shown:
+                    known = min(shown, key=lambda form: len(shown[form]))
+                    break
+            self._call_forms[has_tools] = known
+        return known
 
     def _with_shown_tools(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Write tools in the form that the template reads."""
@@ -218,24 +230,22 @@ class ChatTemplate:
         without: dict[str, Any] = {**_PROBE_TOOL, "function": {**_PROBE_TOOL["function"]}}
         del without["function"]["description"]
         described, bare = (tool["function"] if self._reads_bare_tools else tool for tool in (_PROBE_TOOL, without))
-        return self._probe(chat, [bare]) is None and self._probe(chat, [described]) is not None
+        return not self._probe(chat, [bare]) and bool(self._probe(chat, [described]))
 
     @cached_property
     def _reads_bare_tools(self) -> bool:
         """Whether the template reads a function where others read it as `function` of a tool (Apertus)."""
         chat = [{"role": "user", "content": "Hi"}]
         forms = [_PROBE_TOOL], [_PROBE_TOOL["function"]]
-        whole, bare = (_PROBE in (self._probe(chat, tools) or "") for tools in forms)
+        whole, bare = (_TOOL_NAME in self._probe(chat, tools) for tools in forms)
         return bare and not whole
 
-    def _probe(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str | None:
-        """Render a chat to see how the template treats it; None if the template fails on it."""
-        values = {**self._special_tokens, "documents": None, "messages": messages, "add_generation_prompt": True}
+    def _probe(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """Render a chat to see how the template treats it; an empty text if the template fails on it."""
         try:
-            name = "tool_use" if tools and "tool_use" in self._templates else "default"
-            return self._templates[name].render({**values, "tools": tools} if tools else values)
-        except (KeyError, jinja2.TemplateError, *_EXPRESSION_ERRORS):
-            return None
+            return self._render(messages, tools)
+        except ValueError:
+            return ""
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
@@ -248,9 +258,11 @@ _INSTRUCTING = ("system", "developer")
 """Roles of messages with instructions for the model."""
 
 _PROBE = "kaon-probe"
+_ARGUMENTS = {"text": _PROBE}
+_TOOL_NAME = "kaon-tool"
 _PROBE_TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {"name": _PROBE, "description": "Tests.", "parameters": {"type": "object", "properties": {}}},
+    "function": {"name": _TOOL_NAME, "description": "Tests.", "parameters": {"type": "object", "properties": {}}},
 }
 _THINKING_PART = re.compile(r"""== *["']thinking["']""")
 _THOUGHTS_BLOCK = re.compile(r"""== *["']thoughts["']""")
@@ -265,15 +277,23 @@ class _CallForm(NamedTuple):
     """Whether arguments are JSON text, instead of an object."""
 
 
-def _chat_with_call(form: _CallForm) -> list[dict[str, Any]]:
-    arguments: Any = "{}" if form.has_text_arguments else {}
+def _chat_with_call(form: _CallForm) -> list[Mapping[str, Any]]:
     # Some templates accept ids of nine letters and digits only.
-    call = {"id": "kaonprobe", "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+    call = {"id": "kaonprobe", "type": "function", "function": {"name": _TOOL_NAME, "arguments": _ARGUMENTS}}
     return [
         {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": form.no_content, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "kaonprobe", "name": _PROBE, "content": "Hi"},
+        _with_shown_calls({"role": "assistant", "tool_calls": [call]}, form),
+        {"role": "tool", "tool_call_id": "kaonprobe", "name": _TOOL_NAME, "content": "Hi"},
     ]
+
+
+def _with_shown_calls(message: Mapping[str, Any], form: _CallForm) -> Mapping[str, Any]:
+    """Write a message with calls in `form`."""
+    if not message.get("content"):
+        message = {**message, "content": form.no_content}
+    if form.has_text_arguments:
+        message = {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
+    return message
 
 
 def _with_text_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -285,14 +305,12 @@ def _with_text_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_thinking_part(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Move the reasoning of a message into its content."""
-    content = message.get("content")
-    if not isinstance(content, str | None):
+    """Move the reasoning of an assistant's message into its content."""
+    if message.get("role") != "assistant" or "reasoning" not in message:
         return message
-    parts = [{"type": "thinking", "thinking": message["reasoning"]}]
-    if content:
-        parts.append({"type": "text", "text": content})
-    return {**message, "content": parts}
+    content = message.get("content") or []
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": [{"type": "thinking", "thinking": message["reasoning"]}, *parts]}
 
 
 def _with_blocks(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -321,7 +339,7 @@ def _joins(shown: Sequence[Mapping[str, Any]], message: Mapping[str, Any], texts
     return True
 
 
-_EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that expressions in a template may raise for messages of an unexpected structure."""
 
 

@@ -246,12 +246,14 @@ CALLING: list[dict[str, Any]] = [
     ids=["Qwen3", "Ministral 3", "Granite 3.3", "GLM", "Mistral"],
 )
 def test_a_call_without_content_has_an_empty_text(content: str) -> None:
-    source = "{% for m in messages %}[" + content + "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}]"
+    source = (
+        "{% for m in messages %}[" + content + "{% for c in m.tool_calls %}{{ c.function.arguments.a }}{% endfor %}]"
+    )
     template = ChatTemplate({"default": source + "{% endfor %}"})
-    assert template.render(CALLING).endswith("[f][4]")
+    assert template.render(CALLING).endswith("[1][4]")
     without = [CALLING[0], {key: value for key, value in CALLING[1].items() if key != "content"}, CALLING[2]]
-    assert template.render(without).endswith("[f][4]")
-    assert template.render([CALLING[0], {**CALLING[1], "content": "Hm."}, CALLING[2]]).endswith("[Hm.f][4]")
+    assert template.render(without).endswith("[1][4]")
+    assert template.render([CALLING[0], {**CALLING[1], "content": "Hm."}, CALLING[2]]).endswith("[Hm.1][4]")
 
 
 def test_a_call_without_content_is_null_where_a_text_would_be_a_turn_of_its_own() -> None:
@@ -260,7 +262,55 @@ def test_a_call_without_content_is_null_where_a_text_would_be_a_turn_of_its_own(
         "{% for m in messages %}{% for c in m.tool_calls %}[{{ c.function.name }}{{ c.function.arguments }}]"
         "{% endfor %}{% if m.content is not none %}[{{ m.content }}]{% endif %}{% endfor %}"
     )
-    assert ChatTemplate({"default": source}).render(CALLING).endswith("[f{'a': 1}][4]")
+    assert ChatTemplate({"default": source}).render(CALLING).endswith('[f{"a": 1}][4]')
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "It.", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize(
+    ("condition", "call"),
+    [
+        ("m.content is not none", "f.name ~ (f.arguments | tojson)"),
+        ("m.content is none", "f.name + f.arguments"),
+        ("f.arguments is string", "f.name + f.arguments"),
+        ("f.name", "f.name ~ f.arguments"),
+    ],
+    ids=["only with content", "only without content, as DeepSeek-V3", "only text", "any, written without a filter"],
+)
+def test_a_call_is_shown_as_json_whatever_the_template_tests(
+    condition: str, call: str, content: str | None, tools: list[dict[str, Any]] | None
+) -> None:
+    """Even if it shows the tools, and the name of a tool message, in any form."""
+    source = (
+        "{{ tools | tojson if tools }}{% for m in messages %}{{ m.name }}{% for c in m.tool_calls %}"
+        "{% set f = c.function %}{% if CONDITION %}<{{ CALL }}>{% endif %}{% endfor %}{{ m.content or '' }}"
+        "{% endfor %}"
+    )
+    template = ChatTemplate({"default": source.replace("CONDITION", condition).replace("CALL", call)})
+    assert '<f{"a": 1}>4' in template.render([CALLING[0], {**CALLING[1], "content": content}, CALLING[2]], tools)
+
+
+def test_the_form_of_a_call_is_that_of_the_template_which_renders_it() -> None:
+    body = "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    template = ChatTemplate(
+        {
+            "default": "{% for m in messages %}{{ '<' + m.content + '>' }}" + body + "{% endfor %}",
+            "tool_use": "{% for m in messages %}{% if m.content is not none %}<{{ m.content }}>{% endif %}"
+            + body
+            + "{% endfor %}",
+        }
+    )
+    assert template.render(CALLING[1:]) == '<>{"a": 1}<4>'
+    assert template.render(CALLING[1:], TOOLS) == '{"a": 1}<4>'
+
+
+@pytest.mark.parametrize("operation", ["cycler()", "1 / 0"])
+def test_a_template_that_fails_on_calls_is_a_value_error(operation: str) -> None:
+    with pytest.raises(ValueError, match="chat template fails on these messages"):
+        ChatTemplate({"default": "{{ " + operation + " }}"}).render(CALLING, TOOLS)
 
 
 def test_arguments_are_text_where_a_template_joins_them_to_text() -> None:
@@ -281,6 +331,9 @@ def test_reasoning_is_a_part_of_the_content_where_a_template_reads_it_there() ->
     answered = {"role": "assistant", "content": "4", "reasoning": "2 + 2", "reasoning_content": "2 + 2"}
     assert template.render([answered]) == "[THINK]2 + 2[/THINK]4"
     assert template.render([{**answered, "content": None, "tool_calls": [CALL]}]) == "[THINK]2 + 2[/THINK]"
+    parts = [{"type": "text", "text": "4"}]
+    assert template.render([{**answered, "content": parts}]) == "[THINK]2 + 2[/THINK]4"
+    assert template.render([{**answered, "role": "user"}]) == "4"
 
 
 def test_reasoning_and_text_are_blocks_where_a_template_reads_them_there() -> None:
