@@ -482,8 +482,8 @@ def _keep_codes(
     staying: list[str] = []
     for parameter, sources in names.items():
         layers = [quantization.for_layer(name.removesuffix(".weight")) for name in sources]
-        if parameter.dim() == 3:
-            # The last name is that of the whole stack.
+        if parameter.dim() == 3 and len(sources) > 1:
+            # A stack of experts. The last name is that of the whole stack.
             stack, stack_name, sources = layers.pop(), sources[-1], sources[:-1]
             if _stays_stacked(parameter, stack) and rounding is None:
                 keep_codes(parameter, 4)

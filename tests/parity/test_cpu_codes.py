@@ -15,7 +15,7 @@ from models.ops.cpu.packed_weight import CodedWeight, PackedWeight
 from models.ops.weight_formats import Codes
 from tests.parity import quantized_checkpoints as q
 from tests.parity.paged_model import PagedModel, Row, prompt
-from tests.parity.test_quantization import FORMATS, first_family
+from tests.parity.test_quantization import FORMATS, deepseek_v4_as_published, first_family
 from tests.parity.thread_ranks import at_once, thread_ranks
 
 LOADED = runtime.load_library()
@@ -208,6 +208,12 @@ def test_gpt_oss_as_published_computes_the_same_bits(tmp_path: Path) -> None:
     runtime.start(2)
     pair = q.write_gpt_oss_pair(tmp_path, first_family("GptOssForCausalLM"), intermediate_size=128, hidden_size=64)
     assert any(assert_same_logits(pair))
+
+
+def test_deepseek_v4_as_published_computes_the_same_bits(tmp_path: Path) -> None:
+    """Its output projection is a stack as experts are, but one tensor of the checkpoint."""
+    runtime.start(2)
+    assert any(assert_same_logits(deepseek_v4_as_published(tmp_path, o_lora_rank=32, head_dim=32, index_head_dim=32)))
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq", "gptq, activation order", "compressed-tensors int8 channel"])

@@ -226,22 +226,26 @@ def test_granites_stacks_of_linear_layers_may_be_fp8(tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_deepseek_v4_as_published_computes_what_its_dense_weights_compute(tmp_path: Path, inside: bool) -> None:
+    assert_same_model(deepseek_v4_as_published(tmp_path, inside=inside))
+
+
+def deepseek_v4_as_published(path: Path, *, inside: bool = False, **fields: Any) -> q.Pair:
     """Routed experts in FP4, products of the attention in FP8; V4.1 names the former in the section."""
     config = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
     pair = q.write_pair(
-        tmp_path,
+        path,
         q.deepseek_v4_fp8,
         {**config, "expert_dtype": "fp4"} if inside else config,
         module=lambda name: re.search(r"\.(attn|indexer)\.w[qko]|\.experts\.\d+\.w[123]$", name) is not None,
         by_leaf=dict.fromkeys(("w1", "w2", "w3"), q.deepseek_v4_fp4),
         family=first_family("DeepseekV4ForCausalLM"),
-        intermediate_size=96,
+        **{"intermediate_size": 96, **fields},
     )
-    for path in pair:
-        q.change(path, _as_published)
+    for each in pair:
+        q.change(each, _as_published)
     if not inside:
         edit_json(pair.quantised / "config.json", expert_dtype="fp4")
-    assert_same_model(pair)
+    return pair
 
 
 def _as_published(tensors: q.Tensors) -> None:
