@@ -116,20 +116,24 @@ def test_products_are_those_of_the_weight_that_is_meant(kind: str, width: int, d
 
 
 @pytest.mark.usefixtures("each_path")
-def test_zero_points_are_stored_where_the_first_rows_have_any() -> None:
-    outputs, inputs = 64, 96
-    weights = {kind: CodedWeight(outputs, inputs) for kind in ("int4", "symmetric int4")}
-    rows = {kind: random_codes(kind, 32, torch.float16, 32, inputs)[0] for kind in weights}
-    for kind, weight in weights.items():
-        weight.put_codes(0, rows[kind])
-    assert not weights["symmetric int4"].accepts(rows["int4"])
-    assert weights["int4"].accepts(rows["symmetric int4"])
-    weights["int4"].put_codes(32, rows["symmetric int4"])
-    packed = PackedWeight(outputs, inputs)
-    for first, kind in ((0, "int4"), (32, "symmetric int4")):
-        packed.put(first, rows[kind].dense())
-    assert torch.equal(ops.dequantized(weights["int4"]).memory, packed.memory)
-    assert weights["symmetric int4"].memory.nbytes == weights["int4"].memory.nbytes - 2 * 3 * 32
+@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("kinds", [("int4", "symmetric int4"), ("symmetric int4", "int4")])
+def test_zero_points_are_stored_from_the_first_rows_on_that_need_them(kinds: tuple[str, str], width: int) -> None:
+    outputs, inputs = 80, 96
+    coded, packed, symmetric = (
+        CodedWeight(outputs, inputs),
+        PackedWeight(outputs, inputs),
+        CodedWeight(outputs, inputs),
+    )
+    for first, kind in zip((0, 40), kinds, strict=True):
+        rows, meant = random_codes(kind, width, torch.float16, 40, inputs)
+        assert coded.accepts(rows)
+        coded.put_codes(first, rows)
+        packed.put(first, meant)
+        if kind == "symmetric int4":
+            symmetric.put_codes(first, rows)
+    assert torch.equal(ops.dequantized(coded).memory, packed.memory)
+    assert symmetric.memory.nbytes == coded.memory.nbytes - 3 * -(-inputs // width) * 32
 
 
 @pytest.mark.usefixtures("each_path")

@@ -194,6 +194,8 @@ _FP8_NAN = 0x7F
 class CodedWeight(PackedWeight):
     """Codes, scales and zero points of a quantised checkpoint, see codes.h. The first rows determine the form.
 
+    Zero points are stored from the first rows on that need them.
+
     By AMX, products are bit for bit those of the dequantised bfloat16 weight; on other paths within rounding.
     """
 
@@ -234,7 +236,7 @@ class CodedWeight(PackedWeight):
         self.put_codes(first, Codes("mxfp4", codes, exponents, None, RUN, lambda: rows))
 
     def accepts(self, rows: Codes) -> bool:
-        """See `PackedWeight`. The rows must have the form of those written before."""
+        """See `PackedWeight`. The rows must have the form of those written before, except for zero points."""
         if rows.scales.dtype not in _SCALES or not self._group_fits(rows):
             return False
         if rows.kind == "fp8" and bool((rows.codes.view(torch.uint8) & _FP8_NAN == _FP8_NAN).any()):
@@ -242,18 +244,19 @@ class CodedWeight(PackedWeight):
         if self._form is None:
             return True
         is_one_order = rows.order is None or self._order is None or torch.equal(rows.order, self._order)
-        *form, has_zeros = _form_of(rows)
-        is_one_form = [*self._form[:-1]] == form and self._form[-1] >= has_zeros
+        is_one_form = self._form[:-1] == _form_of(rows)[:-1]
         return is_one_order and (rows.order is None) == (self._order is None) and is_one_form
 
     def put_codes(self, first: int, rows: Codes) -> None:
         """See `PackedWeight`."""
         if self._form is None:
             self.begin(_form_of(rows), rows.order)
+        assert self._form is not None
+        if not self._form[-1] and _form_of(rows)[-1]:
+            self._add_zeros(self._form)
         codes, scales = rows.codes.view(torch.uint8), rows.scales.contiguous()
         if codes.stride(1) != 1:
             codes = codes.contiguous()
-        assert self._form is not None
         zeros = None if rows.zeros is None or not self._form[-1] else rows.zeros.contiguous()
         arguments = structures.CodedPack(
             codes.data_ptr(),
@@ -268,6 +271,21 @@ class CodedWeight(PackedWeight):
             rows.is_paired,
         )
         current().run(arguments, Step(), (codes, scales, zeros, self.memory))
+
+    def _add_zeros(self, form: "_Form") -> None:
+        """Store the zero points that the rows written so far imply."""
+        panels = -(-self.out_features // PANEL)
+        old, size = self.memory.view(panels, -1), PANEL * form[2].itemsize
+        self.begin((*form[:-1], True), self._order)
+        new = self.memory.view(panels, -1)
+        bits = 4 if form[0] == "int4" else 8
+        of_group = size + PANEL * int(self.options[2] or 0) * bits // 8
+        for group, scales in enumerate(range(0, old.shape[1], of_group)):
+            zeros = scales + size
+            codes, moved = old[:, zeros : scales + of_group], new[:, zeros + group * PANEL :]
+            new[:, scales + group * PANEL :][:, :size] = old[:, scales:zeros]
+            moved[:, :PANEL] = _ZEROS[form[0]]
+            moved[:, PANEL : PANEL + codes.shape[1]] = codes
 
     def _group_fits(self, rows: Codes) -> bool:
         has_one_group = rows.scales.shape[1] == 1 and rows.width >= self.in_features
@@ -291,7 +309,7 @@ class CodedWeight(PackedWeight):
 _Form: TypeAlias = tuple[str, int, torch.dtype, int, bool]
 """Kind of codes, inputs per group, dtype of the scales, groups per row, whether zero points are stored."""
 _ZEROS = {"int4": _MIDDLE[4], "int8": 0}
-"""Zero points that are not stored if a weight's first rows have no others."""
+"""The zero point of each kind that a form without stored zero points implies."""
 
 
 def _form_of(rows: Codes) -> _Form:
