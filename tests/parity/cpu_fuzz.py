@@ -13,6 +13,7 @@ import torch
 
 from models.layers.hyper_connection import HyperConnection, mean_of, repeated
 from models.ops.activation import clamped_swiglu
+from models.ops.compression import tokens_of_pools
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import gated_delta as delta_ops
@@ -83,6 +84,11 @@ def _products(draw: random.Random, seed: int) -> None:
     found = ops.grouped_linear(pairs, weights, None, torch.tensor(counts))
     parts = [rows.float() @ one.float().T for rows, one in zip(pairs.split(counts), stack, strict=True)]
     _close(found, torch.cat(parts))
+    by_group = bf16(rows, len(counts), inputs, seed=seed)
+    _close(
+        ops.linear_by_group(by_group, weights),
+        torch.einsum("tgi,goi->tgo", by_group.float(), stack.float()).flatten(1),
+    )
 
 
 def _quantized_products(draw: random.Random, seed: int) -> None:
@@ -170,6 +176,15 @@ def _experts(draw: random.Random, seed: int) -> None:
         top_groups=open_groups,
     )
     assert all(len(set(row)) == top_k and 0 <= min(row) <= max(row) < experts for row in ids.tolist())
+    table, tokens_of_text = torch.randint(experts, (7, top_k)), torch.randint(7, (tokens,))
+    _, hashed = expert_ops.route(
+        logits,
+        top_k,
+        scoring=structures.SQRT_SOFTPLUS,
+        renormalize=True,
+        table=(table, tokens_of_text),
+    )
+    assert torch.equal(hashed, table[tokens_of_text])
     counts, of_token, places = expert_ops.sort_pairs(ids, experts)
     w13, w2 = bf16(experts, 2 * inner, hidden, seed=seed, scale=0.2), bf16(experts, hidden, inner, seed=seed)
     rows = ops.grouped_linear(x, packed(w13.flatten(0, 1)), None, counts, tokens=of_token)
@@ -303,7 +318,8 @@ def _entries(draw: random.Random, seed: int) -> None:
     lengths = [draw.randint(1, 100), draw.randint(1, 30)]
     pages = Pages(lengths, block_size)
     vectors, bias = [bf16(n, 2 * series, seed=seed + n) for n in lengths], torch.randn(rate, series)
-    finish = selection_ops.EntryFinish(bf16(dim, seed=seed), 1e-5, torch.rand(draw.randint(0, dim // 2)), 1.0)
+    norm = selection_ops.EntryFinish(bf16(dim, seed=seed), 1e-5, torch.rand(draw.randint(0, dim // 2)), 1.0)
+    finish, count = draw.choice((norm, None)), draw.randint(1, 3)
 
     def made(steps: list[Spans]) -> torch.Tensor:
         cache = torch.zeros(pages.num_blocks, block_size, 2 * series).bfloat16()
@@ -312,8 +328,12 @@ def _entries(draw: random.Random, seed: int) -> None:
             step = pages.step(spans)
             selection_ops.store(of_spans(vectors, spans), cache, step)
             selection_ops.compress(cache, entries, bias, step, overlaps=overlaps, finish=finish)
-            pools = torch.full((sum(past - first for _, first, past in spans), 2), -1, dtype=torch.int32)
-            assert (selection_ops.tokens_of_pools(pools, step, rate) < max(lengths)).all()
+            seen = torch.cat([torch.arange(first, past) for _, first, past in spans]) + 1
+            pools = torch.full((len(seen), count), -1, dtype=torch.int32)
+            for own, complete in zip(pools, (seen // rate).tolist(), strict=True):
+                chosen = sorted(draw.sample(range(complete), draw.randint(0, min(count, complete))))
+                own[: len(chosen)] = torch.tensor(chosen)
+            assert torch.equal(selection_ops.tokens_of_pools(pools, step, rate), tokens_of_pools(pools, seen, rate))
         return entries
 
     whole = made([[(s, 0, n) for s, n in enumerate(lengths)]])
