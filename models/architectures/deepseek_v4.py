@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from models.architectures.config import ModelConfig
@@ -14,21 +13,16 @@ from models.architectures.registry import ConfigFacts, architecture
 from models.attention.context import get_forward_context
 from models.config.fields import Fields
 from models.config.rope import RopeConfig, parse_rope
-from models.errors import CheckpointError
 from models.layers.base import CacheSpec
 from models.layers.compressed import CompressedAttention, Compressor, EntryIndexer
 from models.layers.hyper_connection import HyperConnection, HyperHead, repeated
-from models.layers.linear import VocabParallelEmbedding, float_logits
+from models.layers.linear import VocabParallelEmbedding
 from models.layers.moe import ExpertNames, FusedMoE
 from models.layers.norm import RMSNorm
-from models.layers.parameter import WeightPart, empty_parameter, load_whole
 from models.layers.rotary import RotaryEmbedding
-from models.layers.routing import experts_per_token
+from models.layers.routing import HashRouter, experts_per_token
 from models.ops.activation import GatedActivation, clipped_swiglu
 from models.ops.columns import join_columns
-from models.ops.cpu import experts as expert_ops
-from models.ops.cpu import runtime, structures
-from models.ops.torch_ops import top_k_lower_first
 from models.ops.types import Rotation
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -147,55 +141,6 @@ def _complete(fields: Fields) -> Fields:
     return Fields(values, fields.where)
 
 
-class HashRouter(nn.Module):
-    """Selects a token's experts by a table of token ids, or by score; their weights are the scores in both cases."""
-
-    def __init__(self, config: ModelConfig, *, is_hashed: bool) -> None:
-        super().__init__()
-        fields = config.fields
-        count = fields.integer("n_routed_experts")
-        self.top_k, self.scaling_factor = experts_per_token(fields, count), fields.number("routed_scaling_factor")
-        self.weight = empty_parameter(count, config.hidden_size, weight_loader=load_whole, dtype=torch.float32)
-        self.tid2eid: nn.Parameter | None = None
-        self.e_score_correction_bias: nn.Parameter | None = None
-        if is_hashed:
-            self.tid2eid = empty_parameter(
-                config.vocab_size, self.top_k, weight_loader=self._load_table, dtype=torch.int64
-            )
-        else:
-            self.e_score_correction_bias = empty_parameter(count, weight_loader=load_whole, dtype=torch.float32)
-
-    def forward(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """# [tokens, hidden_size], [tokens] int64 -> [tokens, top_k] float32, [tokens, top_k] int64"""
-        logits = float_logits(hidden, self.weight)
-        if runtime.runs(hidden):
-            return expert_ops.route(
-                logits,
-                self.top_k,
-                scoring=structures.SQRT_SOFTPLUS,
-                renormalize=True,
-                correction=self.e_score_correction_bias,
-                scaling_factor=self.scaling_factor,
-                table=None if self.tid2eid is None else (self.tid2eid, input_ids),
-            )
-        scores = F.softplus(logits).sqrt()
-        if self.tid2eid is not None:
-            ids: torch.Tensor = self.tid2eid[input_ids]
-        else:
-            assert self.e_score_correction_bias is not None, "a router has one of the two"
-            ids = top_k_lower_first(scores + self.e_score_correction_bias, self.top_k)[1]
-        weights = scores.gather(1, ids)
-        return weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scaling_factor, ids
-
-    def _load_table(self, parameter: nn.Parameter, loaded: torch.Tensor, part: WeightPart) -> None:
-        if loaded.numel() and not 0 <= int(loaded.min()) <= int(loaded.max()) < len(self.weight):
-            raise CheckpointError(
-                f"a table of experts by token names experts from {int(loaded.min())} to {int(loaded.max())}, but "
-                f"n_routed_experts is {len(self.weight)}; download the checkpoint again"
-            )
-        load_whole(parameter, loaded, part)
-
-
 class DeepseekV4MoE(nn.Module):
     """Routed experts and a shared expert."""
 
@@ -206,11 +151,18 @@ class DeepseekV4MoE(nn.Module):
         if len(kinds) != config.num_hidden_layers or not set(kinds) <= {_HASHED, _ROUTED}:
             raise fields.invalid("mlp_layer_types", f"a list of {_HASHED} or {_ROUTED}, one per layer")
         activation: GatedActivation = partial(clipped_swiglu, limit=fields.number("swiglu_limit"))
-        self.gate = HashRouter(config, is_hashed=kinds[layer] == _HASHED)
+        count = fields.integer("n_routed_experts")
+        self.gate = HashRouter(
+            size,
+            count,
+            experts_per_token(fields, count),
+            scaling_factor=fields.number("routed_scaling_factor"),
+            vocab_size=config.vocab_size if kinds[layer] == _HASHED else None,
+        )
         self.experts = FusedMoE(
             size,
             config.intermediate_size,
-            fields.integer("n_routed_experts"),
+            count,
             activation=activation,
             names=ExpertNames(gate="w1", up="w3", down="w2"),
             parallel=parallel,

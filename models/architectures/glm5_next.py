@@ -189,13 +189,14 @@ class Glm5NextModel(DecoderBody):
             Glm5NextDecoderLayer(config, layer, parallel) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        latents = [each for each in self.modules() if isinstance(each, Glm5NextLatentAttention)]
+        self.padding = max((each.padding for each in latents), default=0)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
         embedded: torch.Tensor = self.embed_tokens(input_ids)
         streams = repeated(embedded, self.count)
-        padding = 0 if runtime.active() else _ROTATED
-        angles = torch.zeros(len(positions), 1, padding, device=positions.device)
+        angles = torch.zeros(len(positions), 1, self.padding, device=positions.device)
         for layer in self.layers:
             streams = layer(streams, angles, angles)
         return self.norm(mean_of(streams))  # type: ignore[no-any-return]

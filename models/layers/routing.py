@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from models.config.fields import Fields
+from models.errors import CheckpointError
 from models.layers.linear import float_logits, logits
 from models.layers.parameter import WeightPart, empty_parameter, load_whole
 from models.ops import triton
@@ -255,6 +257,57 @@ class SoftmaxRouter(nn.Module):
 
         del dtype, max_tokens
         yield RouteCase(len(self.weight), self.top_k, sigmoid=False, renormalize=self.renormalize)
+
+
+class HashRouter(nn.Module):
+    """The `gate` of DeepSeek-V4: selects a token's experts by a table of token ids, or by score.
+
+    Their weights are the scores in both cases.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k: int, *, scaling_factor: float, vocab_size: int | None
+    ) -> None:
+        """`vocab_size`: token ids of the table; None if experts are selected by score."""
+        super().__init__()
+        self.top_k, self.scaling_factor = top_k, scaling_factor
+        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, dtype=torch.float32)
+        self.tid2eid: nn.Parameter | None = None
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if vocab_size is not None:
+            self.tid2eid = empty_parameter(vocab_size, top_k, weight_loader=self._load_table, dtype=torch.int64)
+        else:
+            self.e_score_correction_bias = empty_parameter(num_experts, weight_loader=load_whole, dtype=torch.float32)
+
+    def forward(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """# [tokens, hidden_size], [tokens] int64 -> [tokens, top_k] float32, [tokens, top_k] int64"""
+        logits = float_logits(hidden, self.weight)
+        if runtime.runs(hidden):
+            return expert_ops.route(
+                logits,
+                self.top_k,
+                scoring=structures.SQRT_SOFTPLUS,
+                renormalize=True,
+                correction=self.e_score_correction_bias,
+                scaling_factor=self.scaling_factor,
+                table=None if self.tid2eid is None else (self.tid2eid, input_ids),
+            )
+        scores = F.softplus(logits).sqrt()
+        if self.tid2eid is not None:
+            ids: torch.Tensor = self.tid2eid[input_ids]
+        else:
+            assert self.e_score_correction_bias is not None, "a router has one of the two"
+            ids = top_k_lower_first(scores + self.e_score_correction_bias, self.top_k)[1]
+        weights = scores.gather(1, ids)
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scaling_factor, ids
+
+    def _load_table(self, parameter: nn.Parameter, loaded: torch.Tensor, part: WeightPart) -> None:
+        if loaded.numel() and not 0 <= int(loaded.min()) <= int(loaded.max()) < len(self.weight):
+            raise CheckpointError(
+                f"a table of experts by token names experts from {int(loaded.min())} to {int(loaded.max())}, but "
+                f"n_routed_experts is {len(self.weight)}; download the checkpoint again"
+            )
+        load_whole(parameter, loaded, part)
 
 
 class SparseMixerRouter(nn.Module):
