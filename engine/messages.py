@@ -13,13 +13,16 @@ from engine.sampling_params import SamplingParams
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Log probabilities (natural, of the unmodified distribution) at one position."""
+    """Log probabilities (natural, of the unmodified distribution) at one position.
+
+    Requests hold thousands of them. Garbage collections visit tuples of numbers only once, but lists again and again.
+    """
 
     token_id: int
     logprob: float
-    top_ids: list[int] = []
+    top_ids: tuple[int, ...] = ()
     """The top-k tokens in descending order; the request sets k."""
-    top_logprobs: list[float] = []
+    top_logprobs: tuple[float, ...] = ()
     rank: int = 0
     """The token's rank by probability, from 1; 0: unknown."""
 

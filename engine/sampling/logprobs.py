@@ -42,7 +42,7 @@ def unpack_logprobs(words: torch.Tensor, counts: Sequence[int]) -> list[TokenLog
     most = (words.shape[1] - 3) // 2
     floats = words.int().view(torch.float32)
     return [
-        TokenLogprobs(row[0], values[1], row[3 : 3 + count], values[3 + most : 3 + most + count], row[2])
+        TokenLogprobs(row[0], values[1], tuple(row[3 : 3 + count]), tuple(values[3 + most : 3 + most + count]), row[2])
         for count, row, values in zip(
             (min(count, most) for count in counts), words.tolist(), floats.tolist(), strict=True
         )

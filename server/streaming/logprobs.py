@@ -2,7 +2,7 @@
 
 import codecs
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine.messages import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ def _by_id(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def _finite(logprobs: list[float]) -> list[float]:
+def _finite(logprobs: Sequence[float]) -> Sequence[float]:
     """Replace minus infinity in log probabilities in descending order."""
     if logprobs and logprobs[-1] < _LOWEST:
         return [max(each, _LOWEST) for each in logprobs]

@@ -359,11 +359,11 @@ def test_log_probabilities_are_of_the_unmodified_distribution():
     first, last = found.logprobs[0], found.logprobs[2]
     assert first.token_id == found.token_ids[0] == 4
     assert first.logprob == pytest.approx(expected[0, 4], abs=1e-5)
-    assert first.top_ids == np.argsort(-expected[0])[:5].tolist()
+    assert list(first.top_ids) == np.argsort(-expected[0])[:5].tolist()
     assert first.top_logprobs == pytest.approx(np.sort(expected[0])[::-1][:5].tolist(), abs=1e-5)
     assert last.token_id == found.token_ids[2]
     assert last.logprob == pytest.approx(expected[2, last.token_id], abs=1e-5)
-    assert (last.top_ids, last.top_logprobs) == ([], [])
+    assert (last.top_ids, last.top_logprobs) == ((), ())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

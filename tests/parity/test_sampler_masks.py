@@ -100,7 +100,7 @@ def test_log_probabilities_are_those_of_the_unmodified_distribution(logits: np.n
     logprobs = logits[0] - np.log(np.exp(logits[0]).sum())
     assert sampled.token_ids.tolist() == [token]
     assert sampled.logprobs[0].logprob == pytest.approx(logprobs[token], abs=1e-5)
-    assert sampled.logprobs[0].top_ids == np.argsort(-logprobs)[:2].tolist()
+    assert list(sampled.logprobs[0].top_ids) == np.argsort(-logprobs)[:2].tolist()
 
 
 def test_bad_words_are_not_completed(logits: np.ndarray) -> None:

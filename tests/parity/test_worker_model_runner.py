@@ -194,7 +194,7 @@ def test_log_probabilities_are_transformers(checkpoint, reference, prompts):
         expected = reference(torch.tensor([prompts[4]])).logits[0, -1].log_softmax(-1).topk(3)
     assert output.logprobs is not None
     [found] = output.logprobs[seq.id]
-    assert found.top_ids == expected.indices.tolist()
+    assert list(found.top_ids) == expected.indices.tolist()
     assert found.top_logprobs == pytest.approx(expected.values.tolist(), abs=1e-4)
     assert (found.token_id, found.logprob) == (found.top_ids[0], found.top_logprobs[0])
 

@@ -1,5 +1,6 @@
 """Messages are decoded as they were encoded, and other bytes are refused."""
 
+import gc
 from types import SimpleNamespace
 from typing import cast
 
@@ -74,7 +75,7 @@ def test_inbound_message_survives_the_wire(message: Inbound) -> None:
         StepOutputs(
             [
                 RequestOutput(1, [5]),
-                RequestOutput(2, [6, 7], True, "stop_7", 32, 0.25, [TokenLogprobs(6, -0.5, [6, 1], [-0.5, -1.5])]),
+                RequestOutput(2, [6, 7], True, "stop_7", 32, 0.25, [TokenLogprobs(6, -0.5, (6, 1), (-0.5, -1.5))]),
                 RequestOutput(3, [], finished=True, finish_reason="error", error="out of luck"),
             ],
             STATS,
@@ -160,3 +161,13 @@ def test_tables_that_the_choices_of_a_request_have_in_common_cross_the_wire_once
 def test_a_request_that_shares_the_tables_of_none_is_refused() -> None:
     with pytest.raises(ValueError, match="shares_tables is set"):
         take_tables(AddRequest(1, [1], SamplingParams(), shares_tables=True), None)
+
+
+def test_garbage_collections_visit_no_alternatives_of_tokens() -> None:
+    """Requests hold hundreds of thousands of them, and each full collection would visit every one."""
+    sent = StepOutputs([RequestOutput(1, [5], logprobs=[TokenLogprobs(5, -0.5, (5, 6), (-0.5, -1.5), 1)])])
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=StepOutputs)
+    assert received.outputs[0].logprobs is not None
+    position = received.outputs[0].logprobs[0]
+    gc.collect()
+    assert not any(map(gc.is_tracked, (position, position.top_ids, position.top_logprobs)))

@@ -157,7 +157,7 @@ def test_log_probabilities_go_with_the_text_that_their_tokens_wrote() -> None:
     renderer = renderer_of(ScriptedParser(script), include=["message.output_text.logprobs"], top_logprobs=1)
     events = renderer.opening()
     for token in (5, 6, 7):
-        logprobs = [TokenLogprobs(token, -0.5, [9], [-0.25])]
+        logprobs = [TokenLogprobs(token, -0.5, (9,), (-0.25,))]
         events += renderer.chunk(0, RequestDelta("x", [token], logprobs, token == 7, "stop" if token == 7 else None))
     reported = events_of(events + renderer.closing(USAGE))
     (delta,) = [event for event in reported if event.type == "response.output_text.delta"]
@@ -171,7 +171,7 @@ def test_log_probabilities_go_with_the_text_that_their_tokens_wrote() -> None:
 def test_tokens_can_be_spelled_by_their_ids() -> None:
     include = ["message.output_text.logprobs"]
     renderer = renderer_of(None, include=include, top_logprobs=1, return_tokens_as_token_ids=True)
-    delta = RequestDelta("x", [5], [TokenLogprobs(5, -0.5, [9], [-0.25])], True, "stop")
+    delta = RequestDelta("x", [5], [TokenLogprobs(5, -0.5, (9,), (-0.25,))], True, "stop")
     reported = events_of(renderer.opening() + renderer.chunk(0, delta) + renderer.closing(USAGE))
     (token,) = reported[-1].response.output[-1].content[0].logprobs
     assert (token.token, token.top_logprobs[0].token) == ("token_id:5", "token_id:9")

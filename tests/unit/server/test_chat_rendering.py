@@ -135,7 +135,7 @@ def test_each_chunk_of_a_text_reports_more_tokens_where_it_reports_the_usage() -
 
 def test_tokens_can_be_spelled_by_their_ids() -> None:
     of = renderer(None, logprobs=True, return_tokens_as_token_ids=True, stream=True)
-    raw = of.chunk(0, RequestDelta("a", [9], [TokenLogprobs(9, -0.5, [7], [-1.5], 1)]))
+    raw = of.chunk(0, RequestDelta("a", [9], [TokenLogprobs(9, -0.5, (7,), (-1.5,), 1)]))
     (token,) = json.loads(raw.decode().split("\n\n")[1].removeprefix("data: "))["choices"][0]["logprobs"]["content"]
     assert (token["token"], token["bytes"]) == ("token_id:9", [97])
     assert [top["token"] for top in token["top_logprobs"]] == ["token_id:7"]

@@ -36,7 +36,7 @@ def choices(raw: bytes) -> list[dict[str, Any]]:
 
 
 def positions(token_ids: list[int]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(token_id, -0.5, [token_id, 7], [-0.5, -1.5], 1) for token_id in token_ids]
+    return [TokenLogprobs(token_id, -0.5, (token_id, 7), (-0.5, -1.5), 1) for token_id in token_ids]
 
 
 def test_a_plain_chunk_holds_openais_members_and_no_other(tokenizer: Tokenizer) -> None:
@@ -114,7 +114,7 @@ def test_echoed_log_probabilities_show_as_many_alternatives_as_logprobs_says(tok
 
 
 def test_minus_infinity_is_reported_as_a_number(tokenizer: Tokenizer) -> None:
-    infinite = [TokenLogprobs(5, float("-inf"), [6], [float("-inf")], 9)]
+    infinite = [TokenLogprobs(5, float("-inf"), (6,), (float("-inf"),), 9)]
     asking = renderer(tokenizer, [PromptEcho([4, 5], "")], prompt_logprobs=1)
     (opening, _) = choices(asking.chunk(0, RequestDelta("a", [9], prompt_logprobs=infinite)))
     assert [entry["logprob"] for entry in opening["prompt_logprobs"][1].values()] == [-9999.0, -9999.0]

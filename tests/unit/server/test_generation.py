@@ -130,7 +130,7 @@ class CoreWithLogprobs(Core):
 
     def __init__(self, num_generated: int, num_prompt: int) -> None:
         super().__init__([5] * max(1, num_generated))
-        position = TokenLogprobs(5, -1.0, list(range(20)), [-1.0] * 20)
+        position = TokenLogprobs(5, -1.0, tuple(range(20)), (-1.0,) * 20)
         self._generated, self._prompt = [position] * num_generated, [position] * num_prompt
 
     def answer(self) -> None:

@@ -309,7 +309,7 @@ async def test_log_probabilities_count_as_bytes() -> None:
     def steps_until_full(alternatives: int) -> int:
         full: list[object] = []
         stream = DeltaStream(100_000, full.append, lambda: None)
-        logprobs = [TokenLogprobs(5, -1.0, [5] * alternatives, [-1.0] * alternatives)]
+        logprobs = [TokenLogprobs(5, -1.0, (5,) * alternatives, (-1.0,) * alternatives)]
         for step in range(10_000):
             stream.put(0, RequestDelta("a", [5], logprobs))
             if full:
