@@ -176,9 +176,12 @@ class _Client:
             return answer.status_code
         batch = {"input_file_id": answer.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
         answer = await self._http.post("/v1/batches", json=batch)
-        await asyncio.sleep(2)
-        if answer.status_code == 200:
-            await self._http.post(f"/v1/batches/{answer.json()['id']}/cancel")
+        try:
+            await asyncio.sleep(2)
+        finally:
+            # Also at the end of the load: the batches would run for minutes next to the loads after it.
+            if answer.status_code == 200:
+                await self._http.post(f"/v1/batches/{answer.json()['id']}/cancel")
         return answer.status_code
 
     async def refused_bodies(self) -> int:
