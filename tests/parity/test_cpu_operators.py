@@ -388,6 +388,15 @@ def test_where_the_operators_were_not_built_the_log_says_so_once(
     assert "installed without a C compiler" in caplog.messages[0]
 
 
+@pytest.mark.skipif(shutil.which("clang") is None, reason="clang is missing")
+def test_clang_accepts_the_sources() -> None:
+    """Only the syntax is checked; before clang 16 without the code of other instruction sets."""
+    sources = map(str, sorted(Path(ops.__file__).parent.glob("*.c")))
+    command = ["clang", "-std=gnu11", "-fsyntax-only", *sources]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr[-4000:]
+
+
 def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
     """An editable installation until it is installed again."""
     other = tmp_path / "other.c"

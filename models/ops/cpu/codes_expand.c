@@ -79,14 +79,15 @@ INLINE vector numbers_of_bytes(const char *from, int kind) {
 typedef void expander(const char *from, int64_t steps, const char *zeros, bf16 *to);
 
 INLINE void expand_any(const char *from, int64_t steps, const char *zeros, bf16 *to, int kind) {
-    const integers low = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
     for (int64_t line = 0; line < steps * DEPTH; line++, to += 2 * LANES)
         for (int half = 0; half < 2; half++) {
             vector numbers, less = all(kind == INT4 ? MIDDLE : 0);
             if (zeros) {
-                signed_bytes stored;
+                bytes stored;
                 memcpy(&stored, zeros + line % DEPTH / (DEPTH / 2) * LANES, sizeof stored);
-                less = __builtin_shuffle(__builtin_convertvector(stored, vector), low + half * (LANES / 2));
+                halves twice = __builtin_convertvector(stored, halves) * 0x101;
+                memcpy(&stored, (const char *)&twice + half * LANES, sizeof stored);
+                less = __builtin_convertvector((signed_bytes)stored, vector);
             }
             if (kind >= INT8) numbers = numbers_of_bytes(from + line * 2 * LANES + half * LANES, kind);
             else {
@@ -481,9 +482,12 @@ struct line_factors {
 };
 
 AVX512_BF16 INLINE struct line_factors in_line(struct factors of) {
-    const integers low = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7}, high = low + 8;
-    return (struct line_factors){{__builtin_shuffle(of.scales, low), __builtin_shuffle(of.scales, high)},
-                                 {__builtin_shuffle(of.zeros, low), __builtin_shuffle(of.zeros, high)}};
+    const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    __m512 scales = (__m512)of.scales, zeros = (__m512)of.zeros;
+    return (struct line_factors){
+        {(vector)_mm512_permutexvar_ps(low, scales), (vector)_mm512_permutexvar_ps(high, scales)},
+        {(vector)_mm512_permutexvar_ps(low, zeros), (vector)_mm512_permutexvar_ps(high, zeros)}};
 }
 
 /* A tile of 4 bits, whose numbers are in a table. Products of a zero point and a scale of 16 bits are exact, so that

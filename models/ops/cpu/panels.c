@@ -23,10 +23,12 @@ static inline void stream_line(bf16 *out, const bf16 *line) {
 #endif
 }
 
-#if HAS_X86
+#if defined(__x86_64__)
 #define REGISTER(x) "x"(x)
-#else
+#elif defined(__aarch64__)
 #define REGISTER(x) "w"(x)
+#else
+#define REGISTER(x) "m"(x)
 #endif
 
 /* ---- any processor: vectors that all have ---- */
