@@ -72,13 +72,13 @@ class EntryCache(nn.Module):
         return made
 
     def finish(self) -> EntryFinish | None:
-        """Describe `finished` for the CPU's operators."""
+        """Return the norm and the rotation that `finished` applies, for the CPU's operators; None for none."""
         return None
 
     def runs(self, context: ForwardContext) -> bool:
         """Whether the CPU's operators compute the entries."""
         pages, entries = _pages(context, self.tokens_spec), _pages(context, self.entries_spec)
-        return selection_ops.compresses(pages, entries, self.position_bias)
+        return selection_ops.compresses(pages, entries, self.position_bias, overlaps=self.overlaps)
 
     def update_by_operators(self, tokens: torch.Tensor, step: Step, context: ForwardContext) -> None:
         """As `update`, by the CPU's operators."""
@@ -356,7 +356,7 @@ class CompressedAttention(nn.Module):
 
     @property
     def _makers(self) -> list[Compressor]:
-        """Those that make entries."""
+        """The layer's compressor and its indexer's, where it has them."""
         return [each for each in (self.compressor, *self._indexer) if each is not None]
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -18,7 +18,7 @@ def _float_parameter(*shape: int) -> nn.Parameter:
 
 
 def repeated(hidden: torch.Tensor, count: int) -> torch.Tensor:
-    """The first streams, which are all equal. # [tokens, hidden] -> [tokens, N, hidden]"""
+    """Return the initial streams: `count` copies of the embedding. # [tokens, hidden] -> [tokens, N, hidden]"""
     return ops.repeat(hidden, count) if ops.supports(hidden, count) else hidden[:, None].repeat(1, count, 1)
 
 

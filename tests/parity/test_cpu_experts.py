@@ -172,7 +172,7 @@ class TestPairs:
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("tokens", [1, 9, 70, 300])
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_groups_of_columns_meet_their_own_weights(tokens: int, bits: int) -> None:
+def test_groups_of_columns_are_multiplied_by_their_own_weights(tokens: int, bits: int) -> None:
     weights = PackedWeight(3 * 64, 160) if bits == 16 else QuantizedWeight(3 * 64, 160, bits)
     weights.put(0, bf16(3 * 64, 160, seed=1))
     x = bf16(tokens, 3, 160)

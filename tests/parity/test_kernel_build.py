@@ -106,7 +106,7 @@ def test_wrong_arguments_are_named(arguments: list[str], wrong: str, capsys: pyt
     assert wrong in capsys.readouterr().err
 
 
-def test_a_machine_without_triton_is_told_what_to_install(
+def test_a_machine_without_triton_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("server.commands.kernels.find_spec", lambda name: None)

@@ -9,10 +9,10 @@
  *   4 bits  four lines together in 32 words of 16 bits; word e has element e of each line, that of the first in its lowest
  *           bits. Shifts of whole words give vectors of elements.
  *
- * Every code is a number that bfloat16 represents exactly, also less a zero point. With vectors, rows are multiplied by these numbers, and the
- * sums of each group by its scales: few operations per code, and fewer roundings than with a bfloat16 weight. The sums
- * of AMX are in its tiles, to which scales cannot be applied, so there a code is converted to the bfloat16 nearest to
- * its value, and products are bit for bit those of the dequantised weight. */
+ * bfloat16 represents every code exactly, and also its difference from a zero point. With vectors, rows are multiplied
+ * by these numbers, and the sums of each group by its scales: few operations per code, and fewer roundings than with a
+ * bfloat16 weight. The sums of AMX are in its tiles, to which scales cannot be applied, so there a code is converted to
+ * the bfloat16 nearest to its value, and products are bit for bit those of the dequantised weight. */
 
 #ifndef CODES_H
 #define CODES_H

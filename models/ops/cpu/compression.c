@@ -38,7 +38,7 @@ static void find_tokens(const struct compress *op, const int32_t *blocks, int64_
     window->count = 0;
     for (int64_t i = 0; i < op->span; i++) {
         if (first + i < 0) continue; /* before the sequence */
-        int64_t series = i / rate * op->dim; /* of the previous window the first dimensions, of this one the second */
+        int64_t series = i / rate * op->dim; /* the first series of the previous window, the second of this one */
         window->values[window->count] = vector_at(&tokens, blocks, first + i, 2 * op->series) + series;
         window->bias[window->count++] = op->bias + i % rate * op->series + series;
     }

@@ -137,10 +137,13 @@ def grouped_linear(
 
 
 def linear_by_group(x: torch.Tensor, weights: PackedWeight) -> torch.Tensor:
-    """Multiply each group of columns by its weight of a stack. # [T, groups, in], [groups * out, in] -> [T, groups *
-    out]"""
+    """Multiply each group of columns by its weight of a stack.
+
+    # [T, groups, in], [groups * out, in] -> [T, groups * out]
+    """
     num_tokens, groups, in_features = x.shape
-    assert x.stride(1) == in_features == weights.in_features
+    _require_rows(x[:, 0], weights)
+    assert x.stride(1) == in_features
     out = current().rows(num_tokens, weights.out_features)
     arguments = weights.operators.grouped_linear(
         x.data_ptr(),

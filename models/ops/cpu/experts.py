@@ -38,8 +38,8 @@ def route(
 
     # [tokens, experts] float32, 2 x [experts] float32 -> [tokens, top_k] float32, [tokens, top_k] int64
 
-    `table`: selects by token id instead: experts by token id, and the tokens' ids. # [vocabulary, top_k], [tokens]
-    int64
+    `table`: the experts of each token id, and the step's token ids; experts are then looked up instead of selected by
+    score. # [vocabulary, top_k], [tokens] int64
     """
     assert logits.dtype is torch.float32
     assert all(each is None or each.dtype is torch.float32 for each in (correction, expert_scales))

@@ -64,7 +64,7 @@ static inline float value_of(uint32_t key) {
 
 typedef int32_t eight_integers __attribute__((vector_size(32)));
 
-/* A mask of 64 bits a lane. */
+/* The mask with lanes of 64 bits instead of 32. */
 INLINE words widened(eight_integers mask) {
 #if __GNUC__ >= 12 || defined __clang__
     /* GCC converts halves of the vector, which takes four instructions in place of one. */

@@ -4,8 +4,8 @@
  *   TARGET    the attribute by which they are compiled
  *   WIDTH     32-bit numbers of a vector
  *   ROWS      rows at a time, 4 or 8
- *   UNSIGNED  whether `dot_fours`, which is defined, takes a weight for a number without a sign; to one of 8 bits
- *             MIDDLE_OF_8 is then added before */
+ *   UNSIGNED  whether the includer's `dot_fours` reads weights as unsigned; MIDDLE_OF_8 is then added to weights of 8
+ *             bits first */
 
 typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
 typedef int32_t NAME(ints) __attribute__((vector_size(WIDTH * 4)));

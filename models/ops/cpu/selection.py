@@ -166,9 +166,9 @@ class EntryFinish(NamedTuple):
     """The factor of cosines and sines."""
 
 
-def compresses(pages: torch.Tensor, entries: torch.Tensor, bias: torch.Tensor) -> bool:
-    """Whether `compress` supports these caches and as many tokens of an entry as the rows of `bias`."""
-    dim, span = entries.shape[2], 2 * len(bias)
+def compresses(pages: torch.Tensor, entries: torch.Tensor, bias: torch.Tensor, *, overlaps: bool) -> bool:
+    """Whether `compress` supports these caches, and windows of `len(bias)` tokens."""
+    dim, span = entries.shape[2], (2 if overlaps else 1) * len(bias)
     return runs(pages, entries) and dim >= _UNIT and span <= structures.MOST_COMPRESSED
 
 

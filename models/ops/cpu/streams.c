@@ -18,7 +18,7 @@ CLONES static float squares_of(const bf16 *x, int64_t size) {
 
 static float sigmoid(float x) { return 1 / (1 + expf(-x)); }
 
-/* Divide each of `lines` by its sum: elements of one are `step` apart, and lines `next`. */
+/* Divide each of `lines` by its sum. `step`: distance of the elements of a line; `next`: distance of lines. */
 static void divide_by_sums(float *mix, int64_t lines, int64_t next, int64_t step, float eps) {
     for (int64_t line = 0; line < lines; line++, mix += next) {
         float sum = eps;
@@ -55,7 +55,7 @@ CLONES static void collapse(const struct mix_streams *op, const bf16 *streams, c
     }
 }
 
-/* The token's weights of the streams in the layer's input; the others are stored. */
+/* Compute how much each stream contributes to the layer's input; store `post` and `mix` if they are wanted. */
 static void weigh(const struct mix_streams *op, int64_t token, const bf16 *streams, float *weights) {
     int64_t count = op->count, squared = count * count, of_token = op->post ? 2 * count + squared : count;
     float found[(2 + MOST_STREAMS) * MOST_STREAMS];

@@ -35,7 +35,8 @@ INLINE vector load(const float *from) {
 
 INLINE void store(float *to, vector v) { memcpy(to, &v, sizeof v); }
 
-/* All lanes' bits, two lanes in one word. Halves are combined first, which takes fewer instructions than lane by lane. */
+/* The bitwise or of all lanes: of the even ones in the lower half of the word, of the odd ones in the upper half. Halves
+ * are combined first, which takes fewer instructions than lane by lane. */
 INLINE uint64_t any_bits(bits v) {
     typedef uint64_t four __attribute__((vector_size(32)));
     typedef uint64_t two __attribute__((vector_size(16)));
