@@ -22,8 +22,8 @@ from models.architectures.encoder_config import EncoderConfig
 from models.architectures.llama import DecoderBody
 from models.architectures.pooling import PoolingConfig
 from models.architectures.registry import ENCODERS
-from models.attention.backend import AttentionBackend, select_backend
-from models.attention.context import DPMetadata
+from models.attention.backend import NO_ROWS, AttentionBackend, select_backend
+from models.attention.context import Context, DPMetadata, forward_context
 from models.layers.base import CausalLM, DraftLM, KVCacheSpec
 from models.layers.pooling import PoolingHead
 from models.loading import loader
@@ -33,6 +33,7 @@ from models.loading.pooling import load_head
 from models.lora.adapters import load_adapters
 from models.ops import triton
 from models.ops.cpu import runtime
+from models.ops.cpu.program import NotRecordable, Program, record
 from models.ops.cpu.runtime import Library
 from models.ops.types import LayerCache
 from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel, TokenExchange
@@ -208,6 +209,32 @@ class LoadedModel:
         if self.parallel.experts is None or self.exchange is None:
             return None
         return DPMetadata(tokens_across_dp or (num_tokens,) * self.parallel.experts.num_replicas)
+
+    def record_pass(
+        self, kv_cache_data: dict[str, LayerCache] | None = None, num_tokens: int | None = None
+    ) -> Program:
+        """Record the model's pass of up to `num_tokens` as one call of the compiled operators.
+
+        `num_tokens`: None for `max_num_batched_tokens`. `kv_cache_data` is as in `forward_context`. Of the memory for
+        the largest step, pages are committed when steps first use them. Raises `NotRecordable`.
+        """
+        assert self.operators is not None, "the operators record a pass"
+        most = self.config.max_num_batched_tokens if num_tokens is None else num_tokens
+        metadata = self.backend.build_metadata(NO_ROWS)
+        if metadata.step is None:
+            raise NotRecordable(f"the attention backend {self.backend.name} does not attend by the compiled operators")
+        layers = self.stream_layers
+
+        def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            context = Context(positions=positions, is_prefill=False, batch_size=0)
+            dp_metadata = self.dp_metadata(most)
+            with forward_context(
+                metadata, context, dp_metadata, kv_cache_data=kv_cache_data, stream_layers=layers
+            ) as recorded:
+                hidden = self.model(input_ids, positions)
+                return hidden, *(recorded.streams[layer] for layer in layers)
+
+        return record(self.operators, forward, most)
 
     def compiling(self) -> AbstractContextManager[None]:
         """A context for steps of the start. Raises `ValueError` where torch fails to compile the step's layers."""

@@ -6,8 +6,9 @@ ranks, rank 0 schedules and samples, and sends each step to the others, which ca
 argmax tokens where all rows are greedy, so that no logits are sent. The steps of the start, which measure memory and
 warm up, are run by each rank without messages, in the same order.
 
-The order of this file: construction, the start, steps, their three phases, the model's pass, drafts, several ranks,
-preparation between steps, adapters, and operators that are replaced.
+The order of this file: construction, the start, steps, their three phases, the model's pass, several ranks,
+preparation between steps, adapters, and operators that are replaced. `OutputHead` computes logits and argmax tokens
+from a pass's hidden states, and `StepDrafts` drafts after a step.
 """
 
 import dataclasses
@@ -16,64 +17,38 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import DraftWork, PromptSpan, ScheduledBatch, ScheduledBatchOutput, StepOutOfMemory
+from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput, StepOutOfMemory
 from engine.distributed.rank_steps import RankStepError, RankSteps, StepMessage, rank_batch
-from engine.messages import PoolingParams, TokenLogprobs
+from engine.messages import PoolingParams
 from engine.runner.device import DeviceMemory, oom_in_step
 from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceBlockTables, DeviceInputs
-from engine.runner.draft_passes import DraftPasses
-from engine.runner.drafting import DeviceDrafts, ModelDrafter
+from engine.runner.drafting import DeviceDrafts
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
 from engine.runner.kernel_checks import leave_to_torch
 from engine.runner.kv_cache import PageCommitter
-from engine.runner.loaded_model import LoadedModel, drafter_caches
+from engine.runner.loaded_model import LoadedModel
 from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST
-from engine.runner.pooling import PooledVectors, PromptPooler
+from engine.runner.output_head import OutputHead
+from engine.runner.pooling import PooledVectors, PromptPooler, encoder_prompts
 from engine.runner.sentinel import Sentinel, sentinel_interval
+from engine.runner.step_drafts import Drafted, StepDrafts
 from engine.runner.step_graphs import DecodeGraphs, make_graphs, why_no_graphs
-from engine.runner.step_results import (
-    LaunchedStep,
-    StepResult,
-    StepWork,
-    accepted_tokens,
-    mark_unusable,
-    not_finite,
-    output_of,
-)
+from engine.runner.step_results import LaunchedStep, StepResult, StepWork, accepted_tokens, mark_unusable, output_of
 from engine.runner.warm_up import StepSizes, WarmUpRow, WarmUpStep, compile_kernels, dummy_batch, dummy_prompt
-from engine.sampling.logprobs import compute_prompt_logits, read_prompt_logprobs
 from engine.sampling.parameters import SamplingRows
-from engine.sampling.sampler import LaunchedTokens, SampledTokens, Sampler, argmax_of_shard, argmax_over_ranks
+from engine.sampling.sampler import LaunchedTokens, SampledTokens, Sampler
 from engine.sampling.verification import NO_TOKEN
-from engine.sequence import Sequence
-from engine.speculative.drafts import max_sampled_tokens
-from models.architectures.config import ModelConfig
-from models.architectures.llama import LlamaForCausalLM
-from models.attention.backend import NO_ROWS
-from models.attention.context import (
-    Context,
-    EncoderPrompts,
-    forward_context,
-    get_forward_context,
-    set_kv_cache_data,
-)
+from models.attention.context import Context, forward_context, get_forward_context, set_kv_cache_data
 from models.config.rope import RopeContext
-from models.layers.base import DraftLM
-from models.layers.linear import ParallelLMHead
 from models.lora.adapters import Adapter, attach, capture_obstacle, detach, group_by_adapter
 from models.ops import aiter, triton
 from models.ops.cpu.collectives import SharedMemoryCollectives
-from models.ops.cpu.draft_chain import Rounds, Verified
-from models.ops.cpu.program import NotRecordable, Program, record
-from models.ops.cpu.runtime import Library
-from models.ops.cpu.sampling import GreedyHead
-from models.ops.types import LayerCache
+from models.ops.cpu.program import NotRecordable, Program
 
 _log = logging.getLogger(__name__)
 
@@ -108,8 +83,6 @@ class ModelRunner:
         self._chooses_by_shard = False
         """Whether the ranks reduce their argmax tokens in the running step, in place of gathering logits."""
         self._last_step_seconds = 0.0
-        self._ends: tuple[frozenset[int | None], npt.NDArray[np.int64]] = frozenset(), _NO_TOKENS
-        """The tokens that end the sequences of the latest step of several rounds, as a set and as an array."""
 
         self.num_slots = config.max_num_seqs if num_slots is None else num_slots
         # A cache of one block belongs to the step that measures memory.
@@ -154,21 +127,34 @@ class ModelRunner:
         self._num_blocks = num_blocks
         self.program: Program | None = None
         """The model's pass as one call; None where it runs operator by operator."""
-        self.greedy_head: GreedyHead | None = None
-        """Computes argmax tokens from hidden states without storing logits."""
-        if loaded.operators is not None and is_serving and not loaded.is_encoder:
-            self._record(loaded.operators)
+        operators = loaded.operators if is_serving and not loaded.is_encoder else None
+        if operators is not None:
+            try:
+                self.program = loaded.record_pass()
+            except NotRecordable as reason:
+                _log.info("Steps run operator by operator: %s", reason)
+        self.head = OutputHead(loaded, operators)
         self._interposed_program: Program | None = None
         """The pass with separate memory, for steps that are computed while another is paused; recorded while idle."""
         self._stream_layers = loaded.stream_layers
         self._graphs_take_adapters = bool(config.lora)
         """Whether graphs compute LoRA adapters: those that were loaded at the start, and no others."""
         self.sampler = Sampler()
-        self._draft_passes: DraftPasses | None = None
-        self.drafter: ModelDrafter | None = None
-        """The drafter, where a model drafts."""
+        self.drafts: StepDrafts | None = None
+        """The drafter and its part of each step, where a model drafts."""
         if loaded.drafter is not None:
-            self._draft_passes, self.drafter = self._make_drafter(loaded.drafter, kv_cache_data, is_serving=is_serving)
+            target = None
+            if self.program is not None and self.head.greedy is not None:
+                target = self.program, self.head.greedy
+            self.drafts = StepDrafts(
+                loaded,
+                loaded.drafter,
+                kv_cache_data,
+                self.input_batch,
+                self.sampler,
+                operators,
+                target,
+            )
         self.graphs: DecodeGraphs | None = None
         """Graphs that replay decode steps."""
         if has_graphs:
@@ -190,26 +176,6 @@ class ModelRunner:
                 have_states=self.caches.have_states,
             )
 
-    def _make_drafter(
-        self, model: DraftLM, kv_cache_data: dict[str, LayerCache], *, is_serving: bool
-    ) -> tuple[DraftPasses, ModelDrafter]:
-        operators = self.loaded.operators if is_serving else None
-        target = None
-        if self.program is not None and self.greedy_head is not None:
-            target = self.program, self.greedy_head
-        operands, caches = self.input_batch.sampling_operands(), drafter_caches(kv_cache_data)
-        passes = DraftPasses(self.loaded, model, caches, operators, target, operands)
-        drafter = ModelDrafter(
-            self.loaded,
-            model,
-            passes,
-            self.input_batch,
-            self.sampler,
-            self.config.max_num_seqs,
-            by_rejection=self.config.drafts_by_rejection,
-        )
-        return passes, drafter
-
     def _make_graphs(self) -> DecodeGraphs:
         observed = {} if self.sentinel is None else {"observing": self.sentinel.of_graph}
         return make_graphs(
@@ -217,19 +183,9 @@ class ModelRunner:
             self.caches,
             padding_block=self._num_blocks,
             padding_slot=self.num_slots,
-            passes=self._draft_passes,
+            passes=None if self.drafts is None else self.drafts.passes,
             **observed,
         )
-
-    def _record(self, operators: Library) -> None:
-        try:
-            self.program = record_pass(self.loaded, operators)
-        except NotRecordable as reason:
-            _log.info("Steps run operator by operator: %s", reason)
-        if isinstance(self.model_config, ModelConfig) and self.loaded.generates:
-            most = self.config.max_num_seqs
-            max_rows = max_sampled_tokens(most) if self.config.num_drafts else most
-            self.greedy_head = GreedyHead.of(operators, self._shard_logits, self.model_config.hidden_size, max_rows)
 
     @property
     def max_interposed_tokens(self) -> int:
@@ -242,7 +198,7 @@ class ModelRunner:
     @property
     def max_rounds(self) -> int:
         """The most rounds in which a step verifies drafts."""
-        return 1 if self.drafter is None else self.drafter.max_rounds
+        return 1 if self.drafts is None else self.drafts.drafter.max_rounds
 
     @property
     def rope(self) -> RopeContext | None:
@@ -294,7 +250,7 @@ class ModelRunner:
         overwrites before it is read."""
         pooling = None if self.loaded.generates else PoolingParams()
         batch = dummy_batch(step, self.config.kv_cache_block_size, self.padding_block or 0, pooling)
-        if self.drafter is not None:
+        if self.drafts is not None:
             # The drafter's passes launch further kernels.
             batch.num_next_drafts = [self.config.num_drafts] * batch.total_seqs_num
         with self.loaded.compiling():
@@ -387,13 +343,15 @@ class ModelRunner:
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         with torch.inference_mode(), self._aborting_on_all_ranks():
             inputs, on_device = self.prepare_model(batch)
-            verified = self._verify_and_draft(batch, inputs, on_device)
-            if verified is not None:
-                return self._finish_verified(batch, inputs, verified)
+            if self.drafts is not None:
+                verified = self.drafts.verify(batch, inputs, on_device)
+                if verified is not None:
+                    return verified
             result = self.run_model(inputs, on_device, batch.prompt_spans)
             if self.parallel.rank:
-                if self.drafter is not None:
-                    self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
+                if self.drafts is not None:
+                    by_shard = self._chooses_by_shard
+                    self.drafts.draft(batch, inputs, _NO_TOKENS, result.drafted_from, by_shard=by_shard)
                 return ScheduledBatchOutput({})
             output = self.postprocess(batch, inputs, result.logits, result.drafted_from)
             output.prompt_logprobs = result.prompt_logprobs
@@ -411,8 +369,11 @@ class ModelRunner:
             logits: torch.Tensor | LaunchedTokens, inputs: StepInputs, rows: SamplingRows
         ) -> tuple[LaunchedTokens, DeviceDrafts | None]:
             tokens = self.launch_sampler(logits, inputs, rows)
-            if drafts_on_device:
-                return tokens, self._draft_on_device(batch, inputs, on_device, tokens, drafted_from)
+            if self.drafts is not None and drafts_on_device:
+                by_shard = self._chooses_by_shard
+                return tokens, self.drafts.draft_on_device(
+                    batch, inputs, on_device, self.device_batch, tokens, drafted_from, by_shard=by_shard
+                )
             self._store_tokens_on_device(batch, inputs, on_device.sampled_slots, tokens.token_ids, drafted_from)
             return tokens, None
 
@@ -459,7 +420,7 @@ class ModelRunner:
                 self.leave_to_torch(operator)
         if isinstance(batch, ScheduledBatch):
             self._drafts_on_device = (
-                is_launched and self.drafter is not None and self.drafter.can_draft_on_device(batch)
+                is_launched and self.drafts is not None and self.drafts.drafter.can_draft_on_device(batch)
             )
             if self.ranks is not None:
                 self._send_to_ranks(self.ranks, batch, is_launched=is_launched)
@@ -492,6 +453,12 @@ class ModelRunner:
             drafts_on_device=self._drafts_on_device,
         )
 
+    def _drafts_when_read(self, batch: StepRows) -> bool:
+        """Whether the drafter may draft after a launched step once its tokens are read."""
+        if self.drafts is None or self._drafts_on_device:
+            return False
+        return bool(batch.draft_tokens) or any(batch.num_next_drafts)
+
     def _graph_size(self, batch: StepRows, inputs: StepInputs) -> int:
         """Number of rows of the graph that replays a step; 0 if none does."""
         if self.graphs is None:
@@ -509,7 +476,7 @@ class ModelRunner:
             is_prefill=inputs.num_decodes < num_rows,
             batch_size=num_rows,
             graph_bs=on_device.graph_size,
-            prompts=self._encoder_prompts(inputs) if self.loaded.is_encoder else None,
+            prompts=encoder_prompts(inputs, self.device) if self.loaded.is_encoder else None,
         )
         lora = None
         if inputs.adapters is not None and not on_device.graph_size:
@@ -531,17 +498,15 @@ class ModelRunner:
                 self.sentinel.note_step(inputs, on_device.metadata)
             prompt_logprobs = None
             if prompt_spans:
-                prompt_logprobs = self._prompt_logprobs(hidden, prompt_spans)
+                prompt_logprobs = self.head.prompt_logprobs(hidden, prompt_spans)
             pooled = None
             if inputs.pooled and self.pooler is not None:
                 pooled = self.pooler.pool(hidden, inputs.pooled)
-            drafted_from = None
-            if self.drafter is not None and self.drafter.reads_hidden:
-                states = [hidden if layer < 0 else step.streams[layer] for layer in self.drafter.hidden_layers]
-                drafted_from = states[0] if len(states) == 1 else torch.cat(states, -1)
+            drafted_from = None if self.drafts is None else self.drafts.states_of(hidden, step.streams)
             if len(on_device.last_tokens) < len(hidden):
                 hidden = hidden[on_device.last_tokens]
-            return StepResult(self._logits_or_tokens(hidden, inputs), prompt_logprobs, pooled, drafted_from)
+            logits = self.head.logits_or_tokens(hidden, inputs, by_shard=self._chooses_by_shard)
+            return StepResult(logits, prompt_logprobs, pooled, drafted_from)
 
     def postprocess(
         self,
@@ -561,7 +526,7 @@ class ModelRunner:
         """Enqueue sampling, unless the model's head computed the tokens. # [S, V] float32, overwritten"""
         if isinstance(logits, LaunchedTokens):
             return logits
-        proposals = None if self.drafter is None or self._is_dummy_run else self.drafter.proposals(inputs)
+        proposals = None if self.drafts is None or self._is_dummy_run else self.drafts.drafter.proposals(inputs)
         if proposals is not None:
             rows = dataclasses.replace(rows, proposals=proposals)
         send = None if self.device_batch.device.is_host else self.device_batch.uploads.send
@@ -583,33 +548,50 @@ class ModelRunner:
         `device_drafts`: drafts that were made before the step was read.
         """
         sampled = mark_unusable(sampled, inputs)
-        drafts: list[list[int]] = []
-        start = time.perf_counter()
-        drafts_now = self.drafter is not None and device_drafts is None
-        if drafts_now and is_launched:
-            drafts_now = bool(inputs.has_drafts) or any(batch.num_next_drafts)
-        if self.drafter is not None and drafts_now and self.parallel.size == 1 and not batch.num_next_drafts:
-            drafts_now = False
-            self.drafter.skip(inputs, _starting(batch))
-        if self.drafter is None or not drafts_now:
-            accepted = self.input_batch.store_tokens(inputs, sampled.token_ids)
-            if self.drafter is not None and device_drafts is not None:
-                drafts = self.drafter.take_from_device(inputs, device_drafts, batch.num_next_drafts)
+        if self.drafts is None:
+            drafted = Drafted(self.input_batch.store_tokens(inputs, sampled.token_ids))
         else:
-            accepted, drafts = self._draft(self.drafter, batch, inputs, sampled.token_ids, drafted_from)
+            drafted = self.drafts.finish(
+                batch,
+                inputs,
+                sampled.token_ids,
+                drafted_from,
+                device_drafts,
+                is_launched=is_launched,
+                by_shard=self._chooses_by_shard,
+            )
         if self.ranks is not None:
-            # If a model has drafted, the other ranks have received the tokens already.
-            self.ranks.end([] if drafts_now else accepted_tokens(sampled.token_ids, accepted))
-        seconds = time.perf_counter() - start
-        output = output_of(batch, inputs, sampled, accepted, self.dtype)
-        if any(drafts):
-            output.draft_token_ids = dict(zip(batch.req_ids, drafts, strict=True))
-        if self.drafter is not None and drafts_now and any(batch.num_next_drafts):
-            depth = 0 if self.drafter.has_caught_up else max(map(len, drafts), default=0)
-            output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), depth)
+            self.ranks.end([] if drafted.is_shared else accepted_tokens(sampled.token_ids, drafted.accepted))
+        output = output_of(batch, inputs, sampled, drafted.accepted, self.dtype)
+        drafted.add_to(output, batch.req_ids)
         return output
 
-    # -- the model's pass and its logits ------------------------------------------------------------------------------
+    def _store_tokens_on_device(
+        self,
+        batch: StepRows,
+        inputs: StepInputs,
+        slots: torch.Tensor,
+        token_ids: torch.Tensor | None,
+        drafted_from: torch.Tensor | None,
+    ) -> None:
+        """Store rank 0's sampled tokens by slot on every rank's device, where the next step reads them.
+
+        # [S], [S] int64; `token_ids`: on rank 0
+
+        Stores nothing where drafts are made once the step is read, since the next step then has its tokens on the
+        host.
+        """
+        if self._drafts_when_read(batch):
+            return
+        if self.drafts is not None:
+            self.drafts.store_states(batch, inputs, drafted_from)
+        if inputs.has_drafts or not len(slots):
+            return
+        last_tokens = self.device_batch.last_tokens
+        token_ids = torch.empty_like(slots) if token_ids is None else token_ids.to(last_tokens.device)
+        last_tokens.index_copy_(0, slots, self.parallel.broadcast(token_ids))
+
+    # -- the model's pass ---------------------------------------------------------------------------------------------
 
     def _hidden_states(self, step: DeviceInputs, num_tokens: int, *, has_adapters: bool) -> torch.Tensor:
         """Final hidden states of the step's tokens, without padding. # [num_tokens, H]"""
@@ -645,216 +627,6 @@ class ModelRunner:
             exchange.check()
         return hidden
 
-    def _encoder_prompts(self, inputs: StepInputs) -> EncoderPrompts:
-        """The inputs of an encoder for the step's prompts, each of which is computed whole."""
-        lengths = inputs.query_lens.tolist()
-        if all(span.params.first_text_tokens is None for span in inputs.pooled):
-            return EncoderPrompts(lengths)
-        is_second = np.zeros(len(inputs.input_ids), dtype=np.int64)
-        for span in inputs.pooled:
-            if span.params.first_text_tokens is not None:
-                is_second[span.first + span.params.first_text_tokens : span.end] = 1
-        return EncoderPrompts(lengths, torch.from_numpy(is_second).to(self.device))
-
-    def _prompt_logprobs(self, hidden: torch.Tensor, spans: list[PromptSpan]) -> dict[int, list[TokenLogprobs]]:
-        """The log-probabilities of prompt tokens by sequence, on rank 0. # hidden [T, H]"""
-        if self.parallel.rank == 0:
-            return read_prompt_logprobs(hidden, self.model.compute_logits, spans, self.model_config.vocab_size)
-        compute_prompt_logits(hidden, self.model.compute_logits, spans, self.model_config.vocab_size)
-        return {}
-
-    def _logits_or_tokens(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | LaunchedTokens:
-        """See `StepResult`. # [S, H]"""
-        if not self.loaded.generates:
-            return LaunchedTokens.of_host(_NO_TOKENS, _NO_TOKENS.astype(np.float32))
-        head = self.greedy_head
-        if head is not None and (inputs.adapters is not None or len(hidden) > head.max_rows):
-            head = None
-        if self.parallel.size > 1:
-            return (
-                self._argmax_over_ranks(hidden, head) if self._chooses_by_shard else self.model.compute_logits(hidden)
-            )
-        if head is not None and inputs.sampling is not None and inputs.sampling.is_greedy:
-            return LaunchedTokens.of_host(*head.choose(hidden))
-        return self.model.compute_logits(hidden)
-
-    def _argmax_over_ranks(self, hidden: torch.Tensor, head: GreedyHead | None) -> LaunchedTokens:
-        first_token = self._lm_head.first_row
-        # The shards of the last ranks may hold padding only.
-        if head is None or first_token >= self._lm_head.vocab_size:
-            peaks, token_ids = argmax_of_shard(self._shard_logits(hidden), first_token)
-        else:
-            chosen, values = head.choose(hidden)
-            peaks, token_ids = torch.from_numpy(values), torch.from_numpy(chosen) + first_token
-        return argmax_over_ranks(peaks, token_ids, self.parallel)
-
-    def _shard_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the tokens whose rows of the head are on this rank. # [S, H] -> [S, tokens] float32"""
-        if self.parallel.size == 1:
-            return self.model.compute_logits(hidden)
-        self._lm_head.gives_parts = True
-        try:
-            return self.model.compute_logits(hidden)
-        finally:
-            self._lm_head.gives_parts = False
-
-    @property
-    def _lm_head(self) -> ParallelLMHead:
-        return cast(LlamaForCausalLM, self.model).lm_head
-
-    # -- drafts -------------------------------------------------------------------------------------------------------
-
-    def _verify_and_draft(self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs) -> Verified | None:
-        """Compute a step of decodes and the drafts that follow it by the operators alone; None if they cannot."""
-        if (
-            self.drafter is None
-            or batch.is_dummy_run
-            or not any(batch.num_next_drafts)
-            or batch.total_seqs_num_decode < len(inputs.slots)
-            or inputs.adapters is not None
-        ):
-            return None
-        rounds = None
-        if batch.num_rounds > 1:
-            limits = np.array([seq.decode_limit for seq in batch.sequences], dtype=np.int64)
-            rounds = Rounds(max_rounds=batch.num_rounds, limits=limits, ends=self._common_ends(batch.sequences))
-        return self.drafter.verify(
-            inputs,
-            on_device.input_ids,
-            on_device.positions,
-            on_device.metadata.step,
-            np.array(batch.num_next_drafts, dtype=np.int64),
-            rounds,
-        )
-
-    def _common_ends(self, seqs: list[Sequence]) -> npt.NDArray[np.int64]:
-        """The tokens that end these sequences, if they are the same for all; otherwise none."""
-        tokens = seqs[0].end_tokens
-        if any(seq.end_tokens is not tokens and seq.end_tokens != tokens for seq in seqs):
-            return _NO_TOKENS
-        if self._ends[0] is not tokens:
-            self._ends = tokens, np.array([each for each in tokens if each is not None], dtype=np.int64)
-        return self._ends[1]
-
-    def _finish_verified(self, batch: ScheduledBatch, inputs: StepInputs, verified: Verified) -> ScheduledBatchOutput:
-        """As `finish`, for a step whose tokens and drafts were computed by one call of the operators."""
-        assert self.drafter is not None
-        start = time.perf_counter()
-        self.input_batch.note_accepted(inputs, verified.num_accepted)
-        drafts = self.drafter.take(verified, inputs)
-        counts, token_ids, rounds = verified.num_accepted.tolist(), verified.token_ids.tolist(), len(verified.counted)
-        accepted, errors = dict[int, tuple[int, ...]](), dict[int, str]()
-        for row, (seq_id, count) in enumerate(zip(batch.req_ids, counts, strict=True)):
-            if count:
-                accepted[seq_id] = tuple(token_ids[row][:count])
-            elif not verified.counted[0, 0, row]:
-                errors[seq_id] = not_finite(int(inputs.seq_lens[row]), self.dtype)
-        output = ScheduledBatchOutput(accepted, errors=errors or None, num_rounds=rounds)
-        if rounds > 1:
-            # A row's first rounds; the others are those after it has ended.
-            drafted, taken = verified.counted.transpose(1, 2, 0).tolist()
-            output.verified_drafts = {
-                seq_id: [(count, tokens - 1) for count, tokens in zip(drafted[row], taken[row], strict=True) if tokens]
-                for row, seq_id in enumerate(batch.req_ids)
-            }
-        if any(drafts):
-            output.draft_token_ids = dict(zip(batch.req_ids, drafts, strict=True))
-        seconds = (verified.seconds + time.perf_counter() - start) / rounds
-        output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), max(map(len, drafts), default=0))
-        return output
-
-    def _draft(
-        self,
-        drafter: ModelDrafter,
-        batch: StepRows,
-        inputs: StepInputs,
-        token_ids: npt.NDArray[np.int64],
-        drafted_from: torch.Tensor | None,
-    ) -> tuple[npt.NDArray[np.int64] | None, list[list[int]]]:
-        """Store a step's sampled tokens on all ranks, and draft for each of its rows. # token_ids [S] on rank 0
-
-        Returns the result of `store_tokens` and the drafts.
-        """
-        if self.parallel.rank:
-            token_ids = np.zeros(len(inputs.sampled_rows), dtype=np.int64)
-        token_ids = drafter.share(token_ids)
-        accepted = self.input_batch.store_tokens(inputs, token_ids)
-        if _store_draft_state(drafter, batch, inputs, drafted_from):
-            return accepted, []
-        drafts = drafter.draft(
-            inputs,
-            drafted_from,
-            np.array(batch.num_next_drafts, dtype=np.int64),
-            batch.total_seqs_num_decode,
-            _starting(batch),
-            is_greedy=self._is_greedy(inputs),
-        )
-        return accepted, drafts
-
-    def _draft_on_device(
-        self,
-        batch: StepRows,
-        inputs: StepInputs,
-        on_device: DeviceInputs,
-        sampled: LaunchedTokens | None,
-        drafted_from: torch.Tensor | None,
-    ) -> DeviceDrafts:
-        """Accept a step's sampled tokens and draft after them, on all ranks. `sampled`: None except on rank 0."""
-        assert self.drafter is not None
-        if sampled is None:
-            token_ids = torch.empty(len(inputs.sampled_rows), dtype=torch.int64, device=self.device)
-        else:
-            found = sampled.candidates
-            token_ids = found.tokens.masked_fill(~found.peaks.isfinite(), NO_TOKEN)
-            if sampled.refused:
-                [refused] = self.device_batch.uploads.send([np.array(list(sampled.refused), dtype=np.int64)])
-                token_ids.index_fill_(0, refused, NO_TOKEN)
-        if self.parallel.size > 1:
-            token_ids = self.parallel.broadcast(token_ids)
-        return self.drafter.draft_on_device(
-            inputs,
-            on_device,
-            self.device_batch,
-            token_ids,
-            drafted_from,
-            batch.num_next_drafts,
-            is_greedy=self._is_greedy(inputs),
-        )
-
-    def _drafts_when_read(self, batch: StepRows) -> bool:
-        """Whether the drafter may draft after a launched step once its tokens are read."""
-        if self.drafter is None or self._drafts_on_device:
-            return False
-        return bool(batch.draft_tokens) or any(batch.num_next_drafts)
-
-    def _is_greedy(self, inputs: StepInputs) -> bool:
-        return self.input_batch.are_greedy(inputs.slots) if self.parallel.size == 1 else self._chooses_by_shard
-
-    def _store_tokens_on_device(
-        self,
-        batch: StepRows,
-        inputs: StepInputs,
-        slots: torch.Tensor,
-        token_ids: torch.Tensor | None,
-        drafted_from: torch.Tensor | None,
-    ) -> None:
-        """Store rank 0's sampled tokens by slot on every rank's device, where the next step reads them.
-
-        # [S], [S] int64; `token_ids`: on rank 0
-
-        Stores nothing where drafts are made once the step is read, since the next step then has its tokens on the
-        host.
-        """
-        if self._drafts_when_read(batch):
-            return
-        if self.drafter is not None:
-            _store_draft_state(self.drafter, batch, inputs, drafted_from)
-        if inputs.has_drafts or not len(slots):
-            return
-        last_tokens = self.device_batch.last_tokens
-        token_ids = torch.empty_like(slots) if token_ids is None else token_ids.to(last_tokens.device)
-        last_tokens.index_copy_(0, slots, self.parallel.broadcast(token_ids))
-
     # -- several ranks ------------------------------------------------------------------------------------------------
 
     def lead(self, ranks: RankSteps) -> None:
@@ -877,15 +649,18 @@ class ModelRunner:
         with torch.inference_mode(), self._replacing_refused_operators():
             inputs, on_device = self.prepare_model(batch)
             result = self.run_model(inputs, on_device, batch.prompt_spans)
-            if self.drafter is not None and not message.is_deferred:
-                self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
+            by_shard = self._chooses_by_shard
+            if self.drafts is not None and not message.is_deferred:
+                self.drafts.draft(batch, inputs, _NO_TOKENS, result.drafted_from, by_shard=by_shard)
                 return
             self._followed[message.number] = inputs, message.num_next_drafts if message.drafts_on_device else None
             if not message.is_deferred:
                 return
             self.input_batch.reserve_tokens(inputs)
-            if message.drafts_on_device:
-                self._draft_on_device(batch, inputs, on_device, None, result.drafted_from)
+            if self.drafts is not None and message.drafts_on_device:
+                self.drafts.draft_on_device(
+                    batch, inputs, on_device, self.device_batch, None, result.drafted_from, by_shard=by_shard
+                )
             else:
                 self._store_tokens_on_device(batch, inputs, on_device.sampled_slots, None, result.drafted_from)
 
@@ -898,8 +673,8 @@ class ModelRunner:
         if inputs.bounds is not None:
             inputs = self.input_batch.resolve(inputs)
         self.input_batch.store_tokens(inputs, token_ids, np.flatnonzero(token_ids != NO_TOKEN))
-        if self.drafter is not None and drafted is not None:
-            self.drafter.settle(inputs, drafted)
+        if self.drafts is not None and drafted is not None:
+            self.drafts.drafter.settle(inputs, drafted)
 
     # -- between steps ------------------------------------------------------------------------------------------------
 
@@ -916,9 +691,7 @@ class ModelRunner:
         """Record the pass of interposed steps, if steps may be interposed; False if it was recorded before."""
         if self._interposed_program is not None or not self.max_interposed_tokens:
             return False
-        assert self.loaded.operators is not None, "steps that pause are run by the operators"
-        most = self.max_interposed_tokens
-        self._interposed_program = record_pass(self.loaded, self.loaded.operators, num_tokens=most)
+        self._interposed_program = self.loaded.record_pass(num_tokens=self.max_interposed_tokens)
         return True
 
     def release_cache(self) -> None:
@@ -998,8 +771,8 @@ class ModelRunner:
             if backend is not None:
                 self.backend = backend
                 self.loaded = dataclasses.replace(self.loaded, backend=backend)
-                if self._draft_passes is not None:
-                    self._draft_passes.backend = backend
+                if self.drafts is not None:
+                    self.drafts.passes.backend = backend
                 if self.sentinel is not None:
                     self.sentinel.backend = backend
             _log.error("Plain torch computes %s from now on, slowly", operator)
@@ -1017,46 +790,3 @@ class ModelRunner:
             if operator is not None:
                 self.leave_to_torch(operator)
             raise
-
-
-def _starting(batch: StepRows) -> npt.NDArray[np.int64]:
-    """The slots of the sequences that start in a step."""
-    return np.array([seq.slot for seq in batch.new_seqs], dtype=np.int64) if batch.new_seqs else _NO_TOKENS
-
-
-def _store_draft_state(
-    drafter: ModelDrafter, batch: StepRows, inputs: StepInputs, drafted_from: torch.Tensor | None
-) -> bool:
-    """Store the drafter's state for a step without drafts before or after it; False for other steps."""
-    if not batch.num_next_drafts:
-        drafter.skip(inputs, _starting(batch))
-        return True
-    return not any(batch.num_next_drafts) and drafter.wait(inputs, drafted_from, _starting(batch))
-
-
-def record_pass(
-    loaded: LoadedModel,
-    operators: Library,
-    kv_cache_data: dict[str, LayerCache] | None = None,
-    num_tokens: int | None = None,
-) -> Program:
-    """Record the model's pass of up to `num_tokens` as one call of the compiled operators.
-
-    `num_tokens`: None for `max_num_batched_tokens`. `kv_cache_data` is as in `forward_context`. Of the memory for the
-    largest step, pages are committed when steps first use them. Raises `NotRecordable`.
-    """
-    num_tokens = loaded.config.max_num_batched_tokens if num_tokens is None else num_tokens
-    metadata = loaded.backend.build_metadata(NO_ROWS)
-    if metadata.step is None:
-        raise NotRecordable(f"the attention backend {loaded.backend.name} does not attend by the compiled operators")
-
-    def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        context = Context(positions=positions, is_prefill=False, batch_size=0)
-        dp_metadata, layers = loaded.dp_metadata(num_tokens), loaded.stream_layers
-        with forward_context(
-            metadata, context, dp_metadata, kv_cache_data=kv_cache_data, stream_layers=layers
-        ) as recorded:
-            hidden = loaded.model(input_ids, positions)
-            return hidden, *(recorded.streams[layer] for layer in layers)
-
-    return record(operators, forward, num_tokens)

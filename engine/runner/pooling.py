@@ -1,4 +1,5 @@
-"""`PromptPooler`: pools a step's hidden states into the vectors of the prompts that the step completes.
+"""`PromptPooler`: pools a step's hidden states into the vectors of the prompts that the step completes; and the inputs
+of encoders.
 
 Owned by the model runner. For a prompt that is computed in several steps, it holds the partial result between them.
 """
@@ -12,8 +13,9 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import ScheduledBatchOutput
-from engine.runner.input_batch import PooledSpan
+from engine.runner.input_batch import PooledSpan, StepInputs
 from models.architectures.pooling import Function, Mode, PoolingConfig
+from models.attention.context import EncoderPrompts
 from models.layers.pooling import PoolingHead
 
 _SMALLEST_NORM = 1e-12
@@ -92,6 +94,18 @@ class PromptPooler:
         elif mode == "mean":
             part = (part / (span.position + len(states))).float()
         return part
+
+
+def encoder_prompts(inputs: StepInputs, device: torch.device) -> EncoderPrompts:
+    """The inputs of an encoder for a step's prompts, each of which is computed whole."""
+    lengths = inputs.query_lens.tolist()
+    if all(span.params.first_text_tokens is None for span in inputs.pooled):
+        return EncoderPrompts(lengths)
+    is_second = np.zeros(len(inputs.input_ids), dtype=np.int64)
+    for span in inputs.pooled:
+        if span.params.first_text_tokens is not None:
+            is_second[span.first + span.params.first_text_tokens : span.end] = 1
+    return EncoderPrompts(lengths, torch.from_numpy(is_second).to(device))
 
 
 def _normalize(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

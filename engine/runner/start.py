@@ -14,7 +14,7 @@ from engine.runner.draft_passes import DraftPasses
 from engine.runner.kernel_checks import check_kernels, refuse_unchecked, watch_kernels
 from engine.runner.loaded_model import LoadedModel, drafter_caches
 from engine.runner.memory_sizing import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
-from engine.runner.model_runner import ModelRunner, record_pass
+from engine.runner.model_runner import ModelRunner
 from engine.runner.warm_up import run_largest_step
 from engine.speculative.drafts import max_sampled_tokens
 from models.attention.context import set_kv_cache_data
@@ -110,7 +110,7 @@ def _activation_bytes(loaded: LoadedModel) -> int:
         return 0
     try:
         caches = loaded.layer_caches().allocate(1, 1)
-        recorded = record_pass(loaded, loaded.operators, caches).num_bytes
+        recorded = loaded.record_pass(caches).num_bytes
         if loaded.drafter is not None:
             recorded += DraftPasses(loaded, loaded.drafter, drafter_caches(caches), loaded.operators).num_bytes
     except NotRecordable:

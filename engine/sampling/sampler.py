@@ -19,12 +19,10 @@ from engine.sampling.filters import mask_excluded
 from engine.sampling.logprobs import pack_logprobs, unpack_logprobs
 from engine.sampling.ops import ops_for
 from engine.sampling.parameters import Adjustments, RandomRows, SamplingRows
-from engine.sampling.top_k import argmax
 from engine.sampling.torch_ops import Candidates
 from engine.text.structured.matcher import MaskedRow, TokenMasks, packed
 from models.ops import triton
 from models.ops.memory import Send, upload
-from models.parallel.tensor_parallel import TensorParallel
 
 _NO_MASKS = np.zeros((0, 0), dtype=np.int32)
 _NO_ROWS = SamplingRows()
@@ -228,29 +226,3 @@ def _without_a_token(non_finite: list[int], peaks: npt.NDArray[np.float32], rows
             together = " together" if len(fields) > 1 else ""
             refused[row] = f"no token is left to sample: {' and '.join(fields)}{together} forbid every one"
     return refused
-
-
-def argmax_of_shard(logits: torch.Tensor, first_token: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's largest logit in a rank's shard of the vocabulary, and its token. # [S, tokens] -> 2 x [S]"""
-    if logits.shape[1] == 0:
-        return logits.new_full((len(logits),), -torch.inf), logits.new_zeros(len(logits), dtype=torch.int64)
-    best = argmax(logits)
-    return logits.gather(-1, best[:, None])[:, 0], best + first_token
-
-
-def argmax_over_ranks(peaks: torch.Tensor, token_ids: torch.Tensor, parallel: TensorParallel) -> LaunchedTokens:
-    """Compute the argmax over the ranks' shards, on rank 0; other ranks get no tokens. # [S] float32, [S] int64
-
-    Only a few bytes per row are sent, not the logits. Of equal logits the lowest token id wins; a NaN wins over
-    numbers.
-    """
-    mine = torch.stack((peaks.double(), token_ids.double()), -1)  # [S, 2], exact for any id
-    gathered = parallel.gather(mine)  # [S, 2 * size]
-    if parallel.rank:
-        return LaunchedTokens.of_host(np.zeros(0, dtype=np.int64), np.zeros(0))
-    pairs = gathered.view(len(mine), parallel.size, 2)
-    best = argmax(pairs[:, :, 0])
-    candidates = Candidates.empty(len(mine), pairs.device)
-    candidates.peaks.copy_(pairs[:, :, 0].gather(1, best[:, None])[:, 0])
-    candidates.tokens.copy_(pairs[:, :, 1].gather(1, best[:, None])[:, 0])
-    return LaunchedTokens(_NO_ROWS, candidates)

@@ -91,7 +91,7 @@ def launch_all(path: Path, dtype: torch.dtype, checked: CheckedKernels, *, is_po
     seqs = [
         Sequence(prompt(3 + 20 * index, seed=index), 16, params, id=index) for index, params in enumerate(EACH_CHOICE)
     ]
-    if runner.drafter is not None:
+    if runner.drafts is not None:
         runner.device_batch = DeviceBatch(device, runner.config.max_num_seqs)
         waiting(runner, seqs)
         return

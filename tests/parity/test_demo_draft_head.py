@@ -128,11 +128,11 @@ def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
     for is_at_once in (True, False):
         runner = runner_for(CHECKPOINT_DIR, torch.bfloat16, **fields)
         runner.config = runner.config.model_copy(update={"num_kvcache_blocks": fields["num_kvcache_blocks"]})
-        assert runner.drafter is not None
-        assert runner.drafter.is_recorded
+        assert runner.drafts is not None
+        assert runner.drafts.drafter.is_recorded
         if not is_at_once:
             assert verified.count(True) > 10 or by == "another"
-            runner.drafter._passes.chain = None
+            runner.drafts.drafter._passes.chain = None
         recorded = Recorded(runner)
         recorded.made = []
         answered.append(recorded.run(questions(params)[:9]))
@@ -214,8 +214,8 @@ def test_a_step_that_cannot_have_further_rounds_prepares_none(wait: int, monkeyp
     plain = Steps(runner_for(CHECKPOINT_DIR, torch.bfloat16, **fields)).run(seqs[0])
     drafts = {"speculative_config": {"num_speculative_tokens": 6, "speculative_method": "eagle"}}
     runner = runner_for(CHECKPOINT_DIR, torch.bfloat16, **fields, **drafts)
-    assert runner.drafter is not None
-    chain = runner.drafter._passes.chain
+    assert runner.drafts is not None
+    chain = runner.drafts.drafter._passes.chain
     assert chain is not None
     memory = np.full(4096, -7)
     chain._slots_of_tokens, after = np.split(memory, [len(chain._slots_of_tokens)])

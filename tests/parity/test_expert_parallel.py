@@ -362,15 +362,15 @@ def test_whole_experts_of_one_replica_are_part_of_the_recorded_step(tmp_path: Pa
 def states_of(runner: ModelRunner, program: Program | None) -> torch.Tensor:
     """The hidden state of a prompt's last token, by a recorded step or by single operators."""
     seen: list[torch.Tensor] = []
-    choose = type(runner)._logits_or_tokens
+    choose = runner.head.logits_or_tokens
 
-    def note(hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | LaunchedTokens:
+    def note(hidden: torch.Tensor, inputs: StepInputs, *, by_shard: bool) -> torch.Tensor | LaunchedTokens:
         seen.append(hidden.clone())
-        return choose(runner, hidden, inputs)
+        return choose(hidden, inputs, by_shard=by_shard)
 
     runner.program = program
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_logits_or_tokens", note)
+        patch.setattr(runner.head, "logits_or_tokens", note)
         runner.run_dummy_step(WarmUpStep([WarmUpRow(23, 23)]))
     [hidden] = seen
     return hidden

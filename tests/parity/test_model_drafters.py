@@ -214,8 +214,8 @@ def test_the_compiled_operators_draft_in_one_call_a_pass(tmp_path: Path) -> None
     expected = answers(waiting(runner_for(CHECKPOINT_DIR, torch.bfloat16), sequences(1536)))
     for path in (CHECKPOINT_DIR, other):
         runner = runner_for(CHECKPOINT_DIR, torch.bfloat16, **by_model(path))
-        assert runner.drafter is not None
-        assert runner.drafter.is_recorded
+        assert runner.drafts is not None
+        assert runner.drafts.drafter.is_recorded
         assert answers(waiting(runner, sequences(1536))) == expected
 
 
@@ -490,15 +490,15 @@ def test_streams_of_layers_are_those_that_they_receive(
 def test_a_warm_up_drafts_as_serving_does(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If kernels are compiled, every number of rows drafts; later requests are not affected."""
     runner = runner_for(checkpoint, max_num_seqs=6, **by_rejection(checkpoint))
-    assert runner.drafter is not None
+    assert runner.drafts is not None
     rows: list[tuple[int, int]] = []
-    draft_following = runner.drafter._draft_following
+    draft_following = runner.drafts.drafter._draft_following
 
     def noted(state: torch.Tensor, *arguments: Any, **how: Any) -> None:
         rows.append((len(state), int(arguments[3].max())))
         draft_following(state, *arguments, **how)
 
-    monkeypatch.setattr(runner.drafter, "_draft_following", noted)
+    monkeypatch.setattr(runner.drafts.drafter, "_draft_following", noted)
     with monkeypatch.context() as patch:
         patch.setattr("models.ops.triton.active", lambda: True)
         runner.warm_up()
