@@ -19,18 +19,14 @@ from engine.config.paths import resolve_checkpoint
 from engine.core import main as core_main
 from engine.core.scheduler import Scheduler
 from engine.core.startup import LoadedModel, PhaseClock
-from engine.messages import ModelInfo
 from engine.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
+from tests.e2e.stub_core import EOS, StubRunner, model_of
 
 NO_RULE = "No rule of the script fits this prompt."
 SCRIPT = "SCRIPTED_CORE"
 CONTEXT = "SCRIPTED_CORE_CONTEXT"
 """Variable with the length of the context; default: 131072."""
-
-_EOS = 2
-_NUM_BLOCKS = 32_768
-_BLOCK_SIZE = 16
 
 
 class Script:
@@ -47,7 +43,7 @@ class Script:
         prompt = self._tokenizer.decode(seq.token_ids[: seq.num_prompt_tokens], skip_special_tokens=False)
         text = next((say for pattern, say in self._rules if pattern.search(prompt)), NO_RULE)
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
-        self._answers[seq.id] = (seq.num_prompt_tokens, [*tokens, _EOS])
+        self._answers[seq.id] = (seq.num_prompt_tokens, [*tokens, EOS])
 
     def token(self, seq_id: int, length: int) -> int:
         """The token after the first `length` tokens of a sequence."""
@@ -55,7 +51,7 @@ class Script:
         return tokens[min(max(length - start, 0), len(tokens) - 1)]
 
 
-class ScriptedRunner:
+class ScriptedRunner(StubRunner):
     """Samples the tokens of the script, at most five hundred per second for each sequence."""
 
     def __init__(self, script: Script) -> None:
@@ -66,37 +62,11 @@ class ScriptedRunner:
         lengths = zip(batch.req_ids, batch.context_lens, strict=True)
         return ScheduledBatchOutput({id: (self._script.token(id, length),) for id, length in lengths})
 
-    def launch(self, batch: ScheduledBatch, /) -> "ScriptedStep":
-        return ScriptedStep(self.forward(batch))
-
-    def prepare_while_idle(self) -> bool:
-        return False
-
-
-class ScriptedStep:
-    """A step that was complete when it was launched."""
-
-    drafts_on_device = False
-
-    def __init__(self, output: ScheduledBatchOutput) -> None:
-        self._output = output
-
-    def sample(self) -> None:
-        pass
-
-    def result(self) -> ScheduledBatchOutput:
-        return self._output
-
-    def wait(self) -> None:
-        pass
-
 
 def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedModel:
     """A replacement of `engine.core.startup.load_model`."""
     context = int(os.environ.get(CONTEXT, "131072"))
-    checkpoint = resolve_checkpoint(None)
-    tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    script = Script(Path(os.environ[SCRIPT]), tokenizer)
+    script = Script(Path(os.environ[SCRIPT]), Tokenizer.from_checkpoint(resolve_checkpoint(None)))
     add = Scheduler.add
 
     def add_scripted(self: Scheduler, seq: Sequence) -> None:
@@ -104,19 +74,8 @@ def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedMod
         add(self, seq)
 
     Scheduler.add = add_scripted  # type: ignore[method-assign]
-    config = config.model_copy(
-        update={"num_kvcache_blocks": _NUM_BLOCKS, "max_model_len": context, "eos_token_id": _EOS}
-    )
-    vocab_size = 50_000
-    info = ModelInfo(
-        "ScriptedForCausalLM", "float32", "cpu", "cpu", 0, vocab_size, context, [_EOS], _BLOCK_SIZE, _NUM_BLOCKS
-    )
-    return LoadedModel(
-        ScriptedRunner(script),  # type: ignore[arg-type]
-        config,
-        info,
-        lambda: Tokenizer.from_checkpoint(checkpoint),
-    )
+    runner = ScriptedRunner(script)
+    return model_of(runner, config, "ScriptedForCausalLM", num_blocks=32_768, context=context)
 
 
 if __name__ == "__main__":

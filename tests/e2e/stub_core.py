@@ -20,14 +20,11 @@ from engine.text.tokenizer import Tokenizer
 from models.errors import CheckpointError
 
 FAULT = os.environ.get("STUB_CORE", "")
-NUM_BLOCKS = 1024
-VOCAB_SIZE = 50_000
-
-
 COUNTS = "STUB_CORE_COUNTS" in os.environ
 """Whether the token after n tokens is `FIRST_TOKEN + n`, so that a lost or repeated one is detected."""
 
 FIRST_TOKEN = 1000
+EOS = 2
 
 DEADLY, RAISING, ENDLESS, OUTSIDE = 901, 902, 903, 904
 """Prompt tokens that, when computed, kill the process, raise, or hang; or that kill it before they are computed."""
@@ -79,6 +76,16 @@ class StubStep:
         pass
 
 
+def model_of(runner: StubRunner, config: Config, name: str, *, num_blocks: int, context: int) -> LoadedModel:
+    """A model that `runner` stands in for, with the tokenizer of the embedded checkpoint."""
+    config = config.model_copy(
+        update={"num_kvcache_blocks": num_blocks, "max_model_len": context, "eos_token_id": EOS}
+    )
+    info = ModelInfo(name, "float32", "cpu", "cpu", 0, 50_000, context, [EOS], 16, num_blocks)
+    checkpoint = resolve_checkpoint(None)
+    return LoadedModel(runner, config, info, lambda: Tokenizer.from_checkpoint(checkpoint))  # type: ignore[arg-type]
+
+
 def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedModel:
     """A replacement of `engine.core.startup.load_model`."""
     match FAULT:
@@ -93,15 +100,7 @@ def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedMod
     if GATE is not None:
         with open(GATE) as gate:
             fcntl.flock(gate, fcntl.LOCK_SH)
-    config = config.model_copy(update={"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 8192, "eos_token_id": 2})
-    info = ModelInfo("StubForCausalLM", "float32", "cpu", "cpu", 0, VOCAB_SIZE, 8192, [2], 16, NUM_BLOCKS)
-    tokenizer_path = resolve_checkpoint(None)
-    return LoadedModel(
-        StubRunner(),  # type: ignore[arg-type]
-        config,
-        info,
-        lambda: Tokenizer.from_checkpoint(tokenizer_path),
-    )
+    return model_of(StubRunner(), config, "StubForCausalLM", num_blocks=1024, context=8192)
 
 
 def add(self: Scheduler, seq: Sequence) -> None:
