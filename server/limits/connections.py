@@ -117,7 +117,6 @@ class ConnectionLimits(NamedTuple):
     """Least bytes a second of a body, on average after `head_seconds`; 0 means no least rate.
 
     Served connections whose clients read their answers more slowly may be closed for others."""
-    idle_seconds: float = 75.0
     unread_seconds: float = 300.0
     request_bytes: int = 4 * 2**20
     """Most bytes of one body in memory while it is received; further bytes of an upload are written to disk."""
@@ -141,7 +140,6 @@ class ConnectionLimits(NamedTuple):
             tuple(ipaddress.ip_network(network) for network in config.trusted_proxies),
             config.request_head_timeout,
             config.min_body_rate,
-            config.keep_alive_timeout,
             config.send_timeout,
             config.max_request_bytes or _MOST_HELD_BYTES,
             _BODY_BUDGET_BODIES * max_request_bytes,
