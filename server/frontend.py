@@ -15,14 +15,13 @@ from starlette.types import Scope
 
 from engine.client.core_manager import CoreManager, EngineDeadError, WeightsError
 from engine.config.config import Config
-from engine.config.paths import resolve_checkpoint
+from engine.config.paths import resolve_checkpoint, weights_digest
 from engine.config.release import release
 from engine.config.settings import ModelList
 from engine.distributed.processes import avoid_cpus
 from engine.messages import ModelInfo, Ready
 from engine.text.chat_template import ChatTemplate
 from engine.text.checkpoint_settings import GenerationDefaults
-from engine.text.fingerprint import weights_digest
 from engine.text.io_processor import InputOutputProcessor
 from engine.text.pooling import PoolingProcessor
 from engine.text.structured.compiler import GrammarCompiler

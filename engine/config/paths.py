@@ -1,8 +1,9 @@
-"""`resolve_checkpoint`: from the MODEL argument to a local checkpoint directory.
+"""`resolve_checkpoint`: from the MODEL argument to a local checkpoint directory; `weights_digest` names its weights.
 
 Called by the server, by `LLMEngine` and by the engine core.
 """
 
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -15,6 +16,8 @@ HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tikt
 
 _MOST_BYTES = 16 * 2**20
 """The largest file that is read: a file of 40,000 keys."""
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
 
 
 def resolve_checkpoint(model: str | None, revision: str | None = None, *, setting: str = "model") -> Path:
@@ -104,3 +107,22 @@ def check_regular(file: int | str) -> None:
         raise ValueError("it is not a regular file")
     if mode & stat.S_IWOTH:
         raise ValueError("every user of this machine may change it; remove that permission with chmod o-w")
+
+
+def weights_digest(checkpoint: Path) -> str:
+    """Eight hexadecimal digits of a hash over a checkpoint's configuration and weights.
+
+    Of each file of weights its name, its size, its first bytes, which say where each tensor is, and samples at even
+    distances. A file that is changed in a few bytes between the samples keeps its digest.
+    """
+    digest = hashlib.sha256()
+    files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]
+    for path in (checkpoint / "config.json", *sorted(files)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            step = max(_SAMPLE_BYTES, size // _SAMPLES)
+            for first in range(0, size, step):
+                file.seek(first)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:8]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.text.fingerprint import weights_digest
+from engine.config.paths import weights_digest
 
 SIZE = 3_000_000
 
