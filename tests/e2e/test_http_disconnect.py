@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from http.client import HTTPResponse
 from typing import Any
 
 import pytest
@@ -67,11 +68,13 @@ def test_a_slow_client_gets_merged_chunks_and_delays_no_other(server: KaonServer
     """Many times the capacity of the sockets between."""
     body = {**COMPLETION, "max_tokens": 60, "n": 32, "logprobs": 20}
     slow = server.connect("/v1/completions", {**body, "stream": True}, holds_little=True)
-    received = receive_until(slow, b"data: ")
+    answer = HTTPResponse(slow)
+    answer.begin()
+    received = answer.read(1)
     with server.http() as http:
         whole = http.post("/v1/completions", json={**body, "n": 1}).json()["choices"][0]
     eventually(lambda: is_idle(server))
-    received += receive_until(slow, b"data: [DONE]\n\n")
+    received += answer.read()
     slow.close()
     events = re.findall(rb"^data: (\{.*\})$", received, re.MULTILINE)
     choices = [choice for event in events for choice in json.loads(event)["choices"]]
