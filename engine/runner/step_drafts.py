@@ -136,10 +136,9 @@ class StepDrafts:
                 seq_id: [(count, tokens - 1) for count, tokens in zip(drafted[row], taken[row], strict=True) if tokens]
                 for row, seq_id in enumerate(batch.req_ids)
             }
-        if any(drafts):
-            output.draft_token_ids = dict(zip(batch.req_ids, drafts, strict=True))
         seconds = (verified.seconds + time.perf_counter() - start) / rounds
-        output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), max(map(len, drafts), default=0))
+        work = DraftWork(seconds, sum(map(bool, drafts)), max(map(len, drafts), default=0))
+        Drafted(None, drafts, work).add_to(output, batch.req_ids)
         return output
 
     def states_of(self, hidden: torch.Tensor, streams: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
