@@ -130,6 +130,9 @@ def convert_slow_tokenizer(path: Path) -> tokenizers.Tokenizer:
     backend: tokenizers.Tokenizer | None = getattr(converted, "backend_tokenizer", None)
     if backend is None:
         raise CheckpointError(f"{path} holds no tokenizer.json, and its tokenizer has no fast form; add the file")
+    # Of some model types, transformers makes a tokenizer of special tokens if the directory has no vocabulary.
+    if set(backend.get_vocab()) <= set(converted.all_special_tokens):
+        raise CheckpointError(f"{path} holds no tokenizer: neither tokenizer.json nor a vocabulary; add the file")
     return backend
 
 

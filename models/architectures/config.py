@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS, ConfigFacts
 from models.config.defaults import with_left_out
 from models.config.fields import Fields, read_config, read_generation_config
-from models.config.rope import RopeConfig, RopeContext, parse_rope, rotated_whole
+from models.config.rope import RopeConfig, RopeContext, parse_rope, rotated_whole, with_one_rope
 from models.quantization.config import ROUNDING_FIELD, QuantizationConfig
 from models.quantization.methods import parse_quantization
 
@@ -118,6 +118,7 @@ class ModelConfig(CheckpointConfig):
         config, text_architecture = text_part(whole)
         architecture = architecture or text_architecture or _architecture(config)
         facts = ARCHITECTURES[architecture].facts
+        config = with_one_rope(config)
         config = config.with_names(facts.renamed).with_defaults(facts.defaults)
         config = Fields({**facts.absent, **config.values}, config.where)
         config = with_left_out(config, architecture, is_text_part=text_architecture is not None)

@@ -178,6 +178,23 @@ def parse_rope(
     )
 
 
+def with_one_rope(config: Fields) -> Fields:
+    """`config` with `rope_scaling` in `rope_parameters`, where it has both.
+
+    Instructions for long contexts name the older field, and transformers 5 saves the newer one. Raises
+    `CheckpointError` where each kind of layer has a rope, since `rope_scaling` does not say which of them it scales.
+    """
+    parameters, scaling = config.section("rope_parameters"), config.section("rope_scaling")
+    if not parameters or not parameters.values or not scaling or not scaling.values:
+        return config
+    if scaling.values == parameters.values:
+        return config
+    if any(isinstance(value, dict) for value in parameters.values.values()):
+        raise config.invalid("rope_scaling", "left out, since rope_parameters has an entry for each kind of layer")
+    kept = {name: value for name, value in parameters.values.items() if name not in ("rope_type", "type")}
+    return Fields({**config.values, "rope_parameters": {**kept, **scaling.values}}, config.where)
+
+
 def rotated_whole(config: Fields) -> Fields:
     """config.json of an architecture of which a rope without a type rotates whole heads, whatever
     `partial_rotary_factor` says: transformers reads that field for some architectures and ignores it for the others.

@@ -94,6 +94,19 @@ def test_the_context_is_what_the_rope_is_scaled_to(tmp_path: Path, rope: dict[st
     assert parse(tmp_path, rope_scaling=rope).max_model_len == expected
 
 
+@pytest.mark.parametrize("name", ["rope_type", "type"])
+def test_an_older_rope_scaling_next_to_rope_parameters_counts(tmp_path: Path, name: str) -> None:
+    # transformers 5 saves rope_parameters, and published instructions for longer contexts say rope_scaling.
+    saved = {"rope_type": "default", "rope_theta": 5e6}
+    scaled = {name: "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    rope = parse(tmp_path, rope_parameters=saved, rope_scaling=scaled).rope
+    assert (rope.rope_type, rope.theta, rope.factor) == ("yarn", 5e6, 4.0)
+    assert parse(tmp_path, rope_parameters=saved, rope_scaling=saved).rope.rope_type == "default"
+    assert "rope_scaling" in refusal(
+        tmp_path, rope_parameters={"full_attention": saved, "sliding_attention": saved}, rope_scaling=scaled
+    )
+
+
 def test_a_dynamic_rope_serves_its_original_context_unless_more_is_asked_for(tmp_path: Path) -> None:
     config = parse(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert (config.default_max_len, config.max_model_len) == (2048, 4096)

@@ -178,6 +178,13 @@ def test_a_broken_tokenizer_config_is_named(checkpoint: Path, content: str, word
         Tokenizer.from_checkpoint(checkpoint)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+def test_a_checkpoint_without_any_tokenizer_is_refused(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer: neither tokenizer.json nor a vocabulary"):
+        Tokenizer.from_checkpoint(tmp_path)
+
+
 def test_the_front_ends_text_modules_import_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, engine.text.io_processor, engine.config.paths\n"
