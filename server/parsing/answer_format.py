@@ -5,6 +5,7 @@ the answer, and the grammar that makes the answer's calls match the schemas of t
 """
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -192,13 +193,13 @@ class AnswerFormat:
                 parser = ChainedParsers(reasoning, parser) if parser is not None else reasoning
         return FirstCall(parser) if parser is not None and use.once else parser
 
-    def grammar(self, use: ToolUse, *, prompt_tail: str) -> str | None:
+    def grammar(self, use: ToolUse, *, prompt_tail: str, max_bytes: float = math.inf) -> str | None:
         """Write the llguidance grammar that enforces `use` in the answer; None if nothing is to be enforced.
 
         A forced call and its arguments match the schemas of the tools. If calls are optional, their names and
         arguments are constrained as soon as one tool is strict or not all tools may be called; arguments of tools that
-        are not strict are then any object. Raises `ValueError` if the model's syntax of calls is unknown.
-        `tool_grammar` checks whether the schemas can be enforced.
+        are not strict are then any object. Raises `ValueError` if the model's syntax of calls is unknown, or if the
+        grammar has more than `max_bytes`. `tool_grammar` checks whether the schemas can be enforced.
         """
         functions = enforced_functions(use)
         if functions is None:
@@ -210,7 +211,7 @@ class AnswerFormat:
                 "tool_choice asks for a call, and how this model writes tool calls is not known; start the server "
                 "with --tool-call-parser, or leave tool_choice out"
             )
-        lark = LarkWriter(self._special)
+        lark = LarkWriter(self._special, max_bytes)
         if self._harmony:
             write = harmony.forced if use.forced else harmony.free
             return lark.grammar(write(lark, functions, prompt_tail))
@@ -229,12 +230,12 @@ class AnswerFormat:
         no_reasoning = lark.terminal(f"{ANY_TEXT} & ~{reasoning}")
         return lark.grammar(f"{thinking} {free} | {_free(lark, self._tools, functions, use.once, no_reasoning)}")
 
-    def around_content(self, grammar: str, use: ToolUse, *, prompt_tail: str) -> str:
+    def around_content(self, grammar: str, use: ToolUse, *, prompt_tail: str, max_bytes: float = math.inf) -> str:
         """Extend the llguidance `grammar` of the content by the reasoning that the model may write first.
 
-        If tools may be called, calls may replace the content.
+        If tools may be called, calls may replace the content. Raises `ValueError` as `grammar` does.
         """
-        lark = LarkWriter(self._special)
+        lark = LarkWriter(self._special, max_bytes)
         content = f"@{_CONTENT}"
         functions = allowed_functions(use) if use.tools and self.tool_parser != NONE else []
         if self._harmony:
@@ -365,11 +366,15 @@ async def tool_grammar(
         except InvalidGrammar as error:
             blamed = await _blamed(functions, use, grammars)
             raise blamed or InvalidRequest(f"{together}: {error}", "tools") from error
-    text: str | None = await grammars.write(lambda: _text(answer_format, use, content, prompt_tail))
-    if text is None:
-        return None
+
+    def write() -> str | None:
+        if content is None or use.forced:
+            return answer_format.grammar(use, prompt_tail=prompt_tail, max_bytes=grammars.max_bytes)
+        return answer_format.around_content(content, use, prompt_tail=prompt_tail, max_bytes=grammars.max_bytes)
+
     try:
-        return await grammars.check(text)
+        text: str | None = await grammars.write(write)
+        return None if text is None else await grammars.check(text)
     except InvalidGrammar as error:
         raise InvalidRequest(f"{together}: {error}", "tools" if functions else "response_format") from error
 
@@ -383,12 +388,6 @@ def _any_of(functions: Sequence[Function], use: ToolUse) -> str:
         except InvalidGrammar as error:
             raise _refused(position, error) from error
     return f"start: {' | '.join(f'f{number}' for number in range(len(functions)))}\n{rules}"
-
-
-def _text(answer_format: AnswerFormat, use: ToolUse, content: str | None, prompt_tail: str) -> str | None:
-    if content is None or use.forced:
-        return answer_format.grammar(use, prompt_tail=prompt_tail)
-    return answer_format.around_content(content, use, prompt_tail=prompt_tail)
 
 
 async def _blamed(functions: Sequence[Function], use: ToolUse, grammars: GrammarChecks) -> InvalidRequest | None:

@@ -1,6 +1,7 @@
 """`LarkWriter`: writes the llguidance grammars of dialects. Used by the dialects' `calls` and by `AnswerFormat`."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from engine.text.structured.spec import InvalidGrammar
 from server.parsing.embedded_lark import TextGrammar
 from server.parsing.json_repair import resolved
 from server.schemas.chat_tools import Tool, ToolUse
@@ -29,8 +31,13 @@ class LarkWriter:
     other markers are written as text.
     """
 
-    def __init__(self, special: Mapping[str, int]) -> None:
-        """`special` has the ids of the markers that are special tokens."""
+    def __init__(self, special: Mapping[str, int], max_bytes: float = math.inf) -> None:
+        """`special` has the ids of the markers that are special tokens.
+
+        Methods raise `InvalidGrammar` once the rules have more than `max_bytes` characters: dialects repeat parts of
+        a schema, its definitions for each argument, so that a grammar may become very much longer than its schemas.
+        """
+        self._max_bytes, self._num_bytes = max_bytes, 0
         self._special = special
         self._split = re.compile("|".join(map(re.escape, special))) if special else None
         self._rules: list[str] = []
@@ -66,7 +73,7 @@ class LarkWriter:
         """Add a rule that may refer to itself: `body` returns its body for its name. Returns the name."""
         name = f"r{len(self._rules)}"
         self._rules.append("")
-        self._rules[int(name[1:])] = f"{name}: {body(name)}"
+        self._rules[int(name[1:])] = self._counted(f"{name}: {body(name)}")
         return name
 
     def json(self, schema: Mapping[str, Any]) -> str:
@@ -85,13 +92,13 @@ class LarkWriter:
         """Add a terminal for the texts of a client's grammar, with `escaped` in the form of JSON strings. Returns its
         name."""
         prefix = f"G{len(self._rules)}_"
-        self._rules.append(grammar.terminals(prefix, escaped=escaped))
+        self._rules.append(self._counted(grammar.terminals(prefix, escaped=escaped)))
         return f"{prefix}START"
 
     def embedded(self, grammar: TextGrammar) -> str:
         """Return an expression for the texts of a client's grammar, which may have recursive rules."""
         prefix = f"g{len(self._rules)}_"
-        self._rules.append(grammar.rules(prefix))
+        self._rules.append(self._counted(grammar.rules(prefix)))
         self._imports |= grammar.imports
         return f"{prefix}start"
 
@@ -101,14 +108,23 @@ class LarkWriter:
     def terminal(self, body: str) -> str:
         """Add a terminal. Returns its name."""
         name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
+        self._rules.append(self._counted(f"{name}: {body}"))
         return name
 
     def rule(self, body: str, options: str = "") -> str:
         """Add a rule. Returns its name."""
         name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
+        self._rules.append(self._counted(f"{name}{options}: {body}"))
         return name
+
+    def _counted(self, rule: str) -> str:
+        self._num_bytes += len(rule)
+        if self._num_bytes > self._max_bytes:
+            raise InvalidGrammar(
+                f"in the model's syntax of calls, which repeats definitions for each argument, they have more than "
+                f"{self._max_bytes} bytes (max_grammar_bytes); use shorter ones"
+            )
+        return rule
 
     def grammar(self, start: str) -> str:
         """Return the text of the grammar."""

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from engine.text.sandbox import sandbox_environment
-from engine.text.structured.spec import CheckUnavailable, GrammarSpec, InvalidGrammar, lark_of
+from engine.text.structured.spec import HALF_SURROGATE, CheckUnavailable, GrammarSpec, InvalidGrammar, lark_of
 
 # The front end's side of the process that checks grammars.
 
@@ -168,7 +168,7 @@ class GrammarCompiler:
 
         Each of `num_processes` checks one grammar at a time; the second process starts once two grammars wait.
         """
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._processes = [CheckProcess(vocab_size, special_tokens or {}) for _ in range(num_processes)]
         self._free: LifoQueue[CheckProcess] = LifoQueue()
         for process in reversed(self._processes):
@@ -180,7 +180,13 @@ class GrammarCompiler:
     def compile(self, spec: GrammarSpec) -> str:
         """Return the Lark text for `SamplingParams.grammar`. Blocks. Raises `InvalidGrammar` and
         `CheckUnavailable`."""
-        return self.check(lark_of(spec), ebnf=spec.kind == "grammar")
+        return self.check(self.lark_of(spec), ebnf=spec.kind == "grammar")
+
+    def lark_of(self, spec: GrammarSpec) -> str:
+        """As `engine.text.structured.spec.lark_of`, and refuse a text that is too long before it is parsed."""
+        if isinstance(spec.value, str):
+            self._check_size(len(spec.value))
+        return lark_of(spec)
 
     def check(self, text: str, *, ebnf: bool = False) -> str:
         """As `compile`, for Lark that the server wrote around a request's schemas, or several in a JSON object.
@@ -212,12 +218,13 @@ class GrammarCompiler:
         try:
             content = text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidGrammar("it holds half a surrogate pair, which is not a character") from error
-        if len(content) > self._max_bytes:
-            raise InvalidGrammar(
-                f"it has {len(content)} bytes; it may have at most {self._max_bytes} (max_grammar_bytes)"
-            )
+            raise InvalidGrammar(HALF_SURROGATE) from error
+        self._check_size(len(content))
         return hashlib.blake2b(b"%d" % ebnf + content, digest_size=16).digest()
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self.max_bytes:
+            raise InvalidGrammar(f"it has {num_bytes} bytes; it may have at most {self.max_bytes} (max_grammar_bytes)")
 
     def _known(self, key: bytes) -> str | InvalidGrammar | None:
         with self._lock:
@@ -273,10 +280,11 @@ class GrammarChecks:
         self._compiler = compiler
         self._check = check
         self.write = write
+        self.max_bytes = compiler.max_bytes
 
     async def compile(self, spec: GrammarSpec) -> str:
         """See `GrammarCompiler.compile`."""
-        text: str = await self.write(lambda: lark_of(spec))
+        text: str = await self.write(lambda: self._compiler.lark_of(spec))
         return await self.check(text, ebnf=spec.kind == "grammar")
 
     async def check(self, text: str, *, ebnf: bool = False) -> str:

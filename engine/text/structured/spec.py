@@ -4,9 +4,12 @@ The server creates it from `response_format` and `structured_outputs`; `lark_of`
 """
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
+
+import msgspec
 
 GrammarKind = Literal["json", "json_object", "regex", "choice", "grammar"]
 
@@ -26,6 +29,9 @@ _ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
 _IN_LARK = {"/": "\\/", "\n": "\\n", "\\\n": "\\n", "\\d": "[0-9]", "\\D": "[^0-9]"}
 r"""Replacements in a regular expression for Lark. Digits are ASCII digits, not the 700 of Unicode. A class within a
 class is their union."""
+
+
+HALF_SURROGATE = "it holds half a surrogate pair, which is not a character"
 
 
 class InvalidGrammar(ValueError):
@@ -80,9 +86,11 @@ def without_forcing(grammar: str) -> str:
 def _schema_text(schema: Any) -> str:
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
+            schema = json.loads(schema, parse_float=_finite, parse_constant=_finite)
         except RecursionError:
             _too_deep()
+        except InvalidGrammar:
+            raise
         except ValueError as error:
             raise InvalidGrammar(f"it is not valid JSON: {error}") from None
     if not isinstance(schema, dict):
@@ -90,9 +98,17 @@ def _schema_text(schema: Any) -> str:
     if is_deeper(schema, MAX_NESTING):
         _too_deep()
     try:
-        return json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}, allow_nan=False)
-    except ValueError:
-        raise InvalidGrammar("it holds a number that is not finite") from None
+        # Python's encoder holds the interpreter's lock ten times as long.
+        return msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}).decode()
+    except UnicodeEncodeError as error:
+        raise InvalidGrammar(HALF_SURROGATE) from error
+
+
+def _finite(literal: str) -> float:
+    number = float(literal)
+    if not math.isfinite(number):
+        raise InvalidGrammar("it holds a number that is not finite")
+    return number
 
 
 def is_deeper(value: Any, most: int) -> bool:

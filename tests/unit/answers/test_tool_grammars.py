@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 from engine.config.paths import resolve_checkpoint
 from engine.text.structured.compiler import GrammarChecks, GrammarCompiler
 from engine.text.structured.parser_setup import token_trie
+from engine.text.structured.spec import GrammarSpec, InvalidGrammar
 from engine.text.tokenizer import Tokenizer
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.grammar import LarkWriter
@@ -207,6 +208,31 @@ def test_grammars_pass_the_check_that_requests_grammars_pass(dialect: str, compi
     assert asyncio.run(
         GrammarChecks(compiler).check(answer_format.around_content('start: "yes"', ToolUse(()), prompt_tail=""))
     )
+
+
+@pytest.mark.parametrize("dialect", ["gemma4", "lfm2", "qwen3_coder"])
+def test_a_grammar_that_a_dialect_makes_much_longer_than_its_schemas_is_not_written(
+    dialect: str, compiler: GrammarCompiler
+) -> None:
+    definitions = {f"d{number}": {"type": "integer"} for number in range(2000)}
+    arguments = {f"a{number}": {"type": "integer"} for number in range(400)}
+    use = ToolUse.of([tool("f", {"type": "object", "$defs": definitions, "properties": arguments})], "required")
+    answer_format = AnswerFormat(dialect, "none")
+    written: list[str] = []
+
+    async def write(work: Callable[[], str]) -> str:
+        written.append(work())
+        return written[-1]
+
+    with pytest.raises(ValueError, match=r"^the schemas of tools cannot be followed together: .*max_grammar_bytes"):
+        asyncio.run(tool_grammar(answer_format, use, None, prompt_tail="", grammars=GrammarChecks(compiler, write)))
+    assert len(written) == 1  # the schemas, and not the dialect's grammar around them
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_parsed(compiler: GrammarCompiler) -> None:
+    spec = GrammarSpec("json", "[" * (compiler.max_bytes + 1))
+    with pytest.raises(InvalidGrammar, match=r"^it has 262145 bytes; it may have at most 262144"):
+        asyncio.run(GrammarChecks(compiler).compile(spec))
 
 
 def test_what_is_free_needs_no_check(compiler: GrammarCompiler) -> None:
