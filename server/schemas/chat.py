@@ -61,9 +61,11 @@ class ContentPart(RequestModel):
                 f"is of type {kind[:60]}; this server reads parts of type text only, so leave it out or describe it "
                 "in text"
             )
-        if kind in ("text", "refusal") and kind not in data:
+        if kind not in ("text", "refusal"):
+            return data
+        if data.get(kind) is None:
             raise sentence(f"is of type {kind} and has no field {kind}; it needs one")
-        return data
+        return {name: value for name, value in data.items() if value is not None}
 
 
 _UNREAD = ("image_url", "image", "input_image", "file", "input_file", "input_audio", "video_url")
@@ -84,6 +86,8 @@ def _noted(part: Any) -> Any:
 
 
 class FunctionCall(RequestModel):
+    object_path = "messages[].tool_calls[].function."
+
     name: str
     arguments: str
     """JSON text. Text that is not a JSON object is passed to the chat template unchanged."""

@@ -53,6 +53,10 @@ def _text_part(data: Any) -> Any:
     return _without_nulls(data) if isinstance(data, dict) else data
 
 
+_Parsed: TypeAlias = Annotated[Any, Field(description=NO_CHANGE)]
+"""What OpenAI's `responses.parse` and `stream` add to an answer's parts and calls."""
+
+
 class InputTextPart(RequestModel):
     """A piece of text."""
 
@@ -63,6 +67,7 @@ class InputTextPart(RequestModel):
     """Of a part of type refusal, in an assistant's message."""
     annotations: Annotated[list[Any] | None, Field(description=NO_CHANGE)] = None
     logprobs: Annotated[list[Any] | None, Field(description=NO_CHANGE)] = None
+    parsed: _Parsed = None
     prompt_cache_breakpoint: Annotated[dict[str, Any] | None, FewFields, Field(description=NO_CHANGE)] = None
 
 
@@ -151,6 +156,7 @@ class InputFunctionCall(_InputCall):
     type: Literal["function_call"]
     arguments: str
     """JSON text. Text that is not a JSON object is passed to the chat template unchanged."""
+    parsed_arguments: _Parsed = None
 
 
 class InputCustomCall(_InputCall):

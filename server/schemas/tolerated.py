@@ -8,7 +8,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from server.ignored import ignore
 
-ObjectPath: TypeAlias = Literal["", "messages[].", "messages[].content[].", "messages[].tool_calls[].", "tools[]."]
+ObjectPath: TypeAlias = Literal[
+    "",
+    "messages[].",
+    "messages[].content[].",
+    "messages[].tool_calls[].",
+    "messages[].tool_calls[].function.",
+    "tools[].",
+]
 """Path of the object that has a field: the request itself (empty), or an object within it."""
 
 
@@ -22,6 +29,9 @@ class Tolerated(NamedTuple):
     values: tuple[Any, ...] = ()
     """Accepted values; empty means any value."""
 
+
+_AGENTS_SDK = "OpenAI's Agents SDK for JavaScript, which copies the message's fields into its parts"
+_PARSED = "OpenAI's SDKs, in messages that `chat.completions.parse` and `stream` returned"
 
 TOLERATED = (
     Tolerated("", "cache_prompt", "clients of llama.cpp; prefixes are always cached"),
@@ -47,10 +57,17 @@ TOLERATED = (
     Tolerated("messages[].", "reasoning_details", "clients of OpenRouter, which send reasoning back"),
     Tolerated("messages[].", "thinking_blocks", "clients of LiteLLM"),
     Tolerated("messages[].", "provider_specific_fields", "clients of LiteLLM"),
+    Tolerated("messages[].", "parsed", _PARSED),
     Tolerated("messages[].content[].", "cache_control", "Anthropic's cache hints"),
     Tolerated("messages[].content[].", "prompt_cache_breakpoint", "OpenAI's cache hints"),
+    Tolerated("messages[].content[].", "annotations", _AGENTS_SDK),
+    Tolerated("messages[].content[].", "reasoning", _AGENTS_SDK),
+    Tolerated("messages[].content[].", "reasoning_content", _AGENTS_SDK),
+    Tolerated("messages[].content[].", "role", _AGENTS_SDK),
+    Tolerated("messages[].content[].", "tool_calls", _AGENTS_SDK),
     Tolerated("messages[].tool_calls[].", "provider_specific_fields", "clients of LiteLLM"),
     Tolerated("messages[].tool_calls[].", "extra_content", "clients of Gemini's OpenAI interface"),
+    Tolerated("messages[].tool_calls[].function.", "parsed_arguments", _PARSED),
     Tolerated("tools[].", "cache_control", "Anthropic's cache hints"),
 )
 

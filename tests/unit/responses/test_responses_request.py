@@ -82,6 +82,8 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], said: str, param: str | 
             "content": [{"type": "output_text", "text": "Hi", "annotations": [], "logprobs": []}],
         },
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "{}", "parsed": {"a": 1}}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_1", "status": "completed"},
         {"type": "function_call_output", "call_id": "c", "output": "5"},
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "5"}]},

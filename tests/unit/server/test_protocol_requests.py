@@ -239,6 +239,17 @@ def test_what_clients_send_for_nothing_is_accepted() -> None:
     assert sampling_params(request, 16, None, None, PROCESSOR) == SamplingParams(max_tokens=16)
 
 
+def test_messages_come_back_with_what_openais_libraries_add_to_them() -> None:
+    call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}
+    copied = {"role": "assistant", "refusal": None, "annotations": [], "tool_calls": [call], "reasoning": "r"}
+    part = {"type": "text", "text": "Hi", **copied, "reasoning_content": "r"}
+    parsed = {"role": "assistant", "content": [part], "parsed": {"a": 1}, "tool_calls": [call], "reasoning": "r"}
+    message = chat(messages=[{"role": "user", "content": "x"}, parsed]).messages[1]
+    assert (message.text, message.reasoning, len(message.tool_calls or ())) == ("Hi", "r", 1)
+    with pytest.raises(BadRequest, match=r"messages\[0\].content\[0\] is of type text and has no field text"):
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": None}]}])
+
+
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
     [
