@@ -237,10 +237,12 @@ def reasoning_switch(is_on: bool) -> dict[str, Any]:
 
 def reasoning_history(is_shown: bool) -> dict[str, Any]:
     """The variables by which chat templates show the reasoning of earlier turns or leave it out: `preserve_thinking`
-    (Qwen3.6 and later, Gemma 4, Kimi-K2.6), `keep_past_thinking` (LFM2.5), and of the opposite meaning
-    `clear_thinking` (GLM-4.7 and later), `truncate_history_thinking` (Nemotron 3), `drop_thinking` (DeepSeek-V4) and
-    `drop_history_thinking` (GigaChat 3.5)."""
-    shown = dict.fromkeys(("preserve_thinking", "keep_past_thinking"), is_shown)
+    (Qwen3.6 and later, Gemma 4, Kimi-K2.6), `preserved_thinking` (Hunyuan 3), `keep_past_thinking` (LFM2.5),
+    `think_render_option` (Solar Open), and of the opposite meaning `clear_thinking` (GLM-4.7 and later),
+    `truncate_history_thinking` (Nemotron 3), `drop_thinking` (DeepSeek-V4) and `drop_history_thinking` (GigaChat
+    3.5)."""
+    shown: dict[str, Any] = dict.fromkeys(("preserve_thinking", "preserved_thinking", "keep_past_thinking"), is_shown)
+    shown["think_render_option"] = "all" if is_shown else "lastthink"
     dropped = ("clear_thinking", "truncate_history_thinking", "drop_thinking", "drop_history_thinking")
     return shown | dict.fromkeys(dropped, not is_shown)
 

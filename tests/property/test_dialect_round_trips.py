@@ -248,6 +248,7 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "nemotron_json": _list("<TOOLCALL>", "</TOOLCALL>"),
     "phi4_mini_json": _list("<|tool_call|>", "<|/tool_call|>"),
     "granite": _list("<|tool_call|>", ""),
+    "minimax_m1": lambda calls: "\n".join(("<tool_calls>", *map(_object, calls), "</tool_calls>")),
     "hunyuan_a13b": _list("<tool_calls>", "</tool_calls>"),
     "granite_20b_fc": lambda calls: "".join(f"<function_call> {_object(call)}" for call in calls),
     "mistral_args": lambda calls: "".join(f"[TOOL_CALLS]{call.name}[ARGS]{_json(call.arguments)}" for call in calls),

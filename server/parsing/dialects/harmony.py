@@ -1,7 +1,8 @@
 """gpt-oss harmony: a sequence of messages. Each has a header with a channel and, for a call, its recipient.
 
 `<|channel|>analysis<|message|>…<|end|><|start|>assistant`, then
-`<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>`.
+`<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>`. The recipient may precede the channel,
+as in the template's own calls: `<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{…}<|call|>`.
 """
 
 import re
@@ -22,6 +23,7 @@ the first token of `commentary` in gpt-oss's vocabulary."""
 _HEADER = Markers(START, CHANNEL)
 _HEADER_END = Markers(MESSAGE, END, CALL, RETURN)
 _BODY_END = Markers(END, CALL, RETURN, START, CHANNEL)
+TO = " to="
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 _LONGEST_HEADER = 256
@@ -47,6 +49,12 @@ class HarmonyParser(ToolCallParser):
         elif CHANNEL in header:
             self._feed.begin_record()
             yield from self._read_header(header)
+        elif header:
+            self._feed.begin_record()
+            if (yield from self._feed.take_marker(TO)):
+                yield from self._read_header(TO)
+            else:
+                self._feed.end_record()
         while marker := (yield from self._content_until(_HEADER)):
             yield from self._read_header("" if marker == START else CHANNEL)
 

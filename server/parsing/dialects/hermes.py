@@ -1,18 +1,21 @@
 """Hermes, Qwen, Granite 4, Ernie 4.5 and others: `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`.
 
-LongCat-Flash writes the same with `longcat_` in its tags.
+LongCat-Flash writes the same with `longcat_` in its tags. MiniMax-M1 writes all calls between `<tool_calls>` and
+`</tool_calls>`, each on its own line.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
-from server.parsing.registry import TOOL_DIALECTS, ToolDialect
+from server.parsing.registry import TOOL_DIALECTS, ModelSigns, ToolDialect
 from server.parsing.tool_calls import CallObjectParser, call_object
 from server.schemas.chat_tools import ToolUse
 
 HERMES = "<tool_call>", "</tool_call>"
 LONGCAT = "<longcat_tool_call>", "</longcat_tool_call>"
+MINIMAX_M1 = "<tool_calls>", "</tool_calls>"
 
 
 class HermesParser(CallObjectParser):
@@ -42,22 +45,33 @@ class HermesParser(CallObjectParser):
 
 
 _NEWLINE = "\n"
+_MINIMAX_M1 = re.compile(r'<tool_calls>(\n|\\n)\{"name"')
 
 
-def _register(name: str, markers: tuple[str, str], aliases: tuple[str, ...] = ()) -> None:
+def _register(
+    name: str,
+    markers: tuple[str, str],
+    detect: Callable[[ModelSigns], bool] | None = None,
+    aliases: tuple[str, ...] = (),
+    *,
+    has_block: bool = False,
+) -> None:
+    """Register a dialect. `has_block`: the markers enclose all calls. `detect` searches for the first marker by
+    default."""
     begin, end = markers
 
     def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-        """An expression for a call after its marker."""
-        return f"{lark.spelled(_NEWLINE)} {call_object(lark, functions, 'arguments')} {lark.spelled(_NEWLINE + end)}"
+        """An expression for a call, or for all calls if markers enclose them, after the first marker."""
+        call = lark.rule(f"{lark.spelled(_NEWLINE)} {call_object(lark, functions, 'arguments')}")
+        return f"{call}{'+' if has_block and not once else ''} {lark.spelled(_NEWLINE + end)}"
 
     TOOL_DIALECTS.register(name)(
         ToolDialect(
             lambda use: HermesParser(use, markers),
             calls,
-            detect=lambda signs: begin in signs.template,
+            detect or (lambda signs: begin in signs.template),
             trigger=begin,
-            separator="\n",
+            separator=None if has_block else "\n",
             markers=markers,
             aliases=aliases,
         )
@@ -66,3 +80,4 @@ def _register(name: str, markers: tuple[str, str], aliases: tuple[str, ...] = ()
 
 _register("longcat", LONGCAT)
 _register("hermes", HERMES, aliases=("granite4", "ernie45", "exaone4", "qwen3_json"))
+_register("minimax_m1", MINIMAX_M1, lambda signs: _MINIMAX_M1.search(signs.template) is not None, has_block=True)

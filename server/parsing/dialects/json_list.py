@@ -30,14 +30,17 @@ GIGACHAT3, GIGACHAT31 = f"function call{ROLE_END}", "<|function_call|>"
 class JsonListParser(CallObjectParser):
     """A list after a marker; a single object without a list is read too."""
 
-    def __init__(self, use: ToolUse, ends: Mapping[str, str]) -> None:
-        """`ends` has the marker after a list for each marker before it; empty if there is none."""
+    def __init__(self, use: ToolUse, ends: Mapping[str, str], lead: str = "") -> None:
+        """`ends` has the marker after a list for each marker before it; empty if there is none. `lead` is dropped at
+        the beginning of the text."""
         self._begin = Markers(*ends)
         self._ends = ends
+        self._lead = lead
         super().__init__(use)
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
+        yield from feed.take_marker(self._lead)
         while begin := (yield from self._content_until(self._begin)):
             end = self._ends[begin]
             match (yield from feed.skip_whitespace()):
@@ -109,9 +112,10 @@ def _register(
     detect: Callable[[ModelSigns], bool],
     aliases: tuple[str, ...] = (),
     others: Mapping[str, str] = MappingProxyType({}),
+    lead: str = "",
 ) -> None:
     """Register a dialect whose objects have `name` and `arguments`. `others` are pairs of markers that models may
-    write instead."""
+    write instead; `lead` begins answers without calls."""
     begin, end = markers
 
     def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
@@ -120,7 +124,7 @@ def _register(
 
     TOOL_DIALECTS.register(name)(
         ToolDialect(
-            lambda use: JsonListParser(use, {begin: end, **others}),
+            lambda use: JsonListParser(use, {begin: end, **others}, lead),
             calls,
             detect,
             trigger=begin,
@@ -232,9 +236,11 @@ _register(
     detect=lambda signs: GRANITE[0] in signs.template,
     others={"<tool_call>": "</tool_call>"},
 )
+# With tools, Hunyuan A13B's template asks for answers that begin with "assistant:" in Chinese.
 _register(
     "hunyuan_a13b",
     HUNYUAN,
     detect=lambda signs: HUNYUAN[0] in signs.template,
     aliases=("jamba",),
+    lead="\u52a9\u624b\uff1a",
 )

@@ -113,4 +113,9 @@ _register("seed_oss", SEED, lambda signs: SEED.begin in signs.template)
 _register(
     "mimo", Form(around=""), lambda signs: FUNCTION in signs.template and _INLINE.search(signs.template) is not None
 )
-_register("qwen3_coder", Form(), lambda signs: FUNCTION in signs.template, aliases=("qwen3_xml", "step3p5"))
+_register(
+    "qwen3_coder",
+    Form(),
+    lambda signs: FUNCTION in signs.template and PARAMETER in signs.template,
+    aliases=("qwen3_xml", "step3p5"),
+)

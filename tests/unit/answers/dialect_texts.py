@@ -155,6 +155,7 @@ _LISTS = [
     ("granite", "<|tool_call|>", ""),
     ("hunyuan_a13b", "<tool_calls>", "</tool_calls>"),
 ]
+_HUNYUAN_LEAD = "\u52a9\u624b\uff1a"
 _LONGCAT = f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>"
 _LONGCAT_NOW = f"<longcat_tool_call>\n{_OBJECT_NOW}\n</longcat_tool_call>"
 _APERTUS = '{"get_weather": {"city": "Paris", "days": 3}}'
@@ -260,6 +261,8 @@ WHOLE = [
     Written("granite_20b_fc", f"<function_call> {_OBJECT}<function_call> {_OBJECT_NOW}", _answer("", _CALL, _NOW)),
     Written("longcat", _LONGCAT, _answer("", _CALL)),
     Written("longcat", f"{_LONGCAT}\n{_LONGCAT_NOW}", _answer("", _CALL, _NOW)),
+    Written("minimax_m1", f"<tool_calls>\n{_OBJECT}\n</tool_calls>", _answer("", _CALL)),
+    Written("minimax_m1", f"<tool_calls>\n{_OBJECT}\n{_OBJECT_NOW}\n</tool_calls>", _answer("", _CALL, _NOW)),
     Written("dots", f"<dots_function_call>\n{_INVOKE}\n</dots_function_call>", _answer("", _CALL)),
     Written(
         "dots", f"<dots_function_call>\n{_INVOKE}\n{_INVOKE_NOW}\n</dots_function_call>", _answer("", _CALL, _NOW)
@@ -446,6 +449,8 @@ _AROUND += [
     Written("cohere_command", f"I look.<|START_ACTION|>[{_COMMAND}]<|END_ACTION|>", _answer("I look.", _CALL)),
     Written("nemotron_json", f"I look.\n\n<TOOLCALL>[{_OBJECT}]</TOOLCALL>\n", _answer("I look.", _CALL)),
     Written("hunyuan_a13b", f"<tool_calls>{_OBJECT}</tool_calls>", _answer("", _CALL)),
+    Written("hunyuan_a13b", f"{_HUNYUAN_LEAD}12 {_HUNYUAN_LEAD}", _answer(f"12 {_HUNYUAN_LEAD}")),
+    Written("hunyuan_a13b", _HUNYUAN_LEAD[:2], _answer(_HUNYUAN_LEAD[:2])),
     Written("hy_v3", "I look.<tool_calls><tool_call>now<tool_sep></tool_call></tool_calls>", _answer("I look.", _NOW)),
     Written("lfm2", f"<|tool_call_start|>[{_PYTHON}]<|tool_call_end|>I look.", _answer("I look.", _CALL)),
     Written(
@@ -767,7 +772,7 @@ TEXTS = [*WHOLE, *_AROUND, *_MENDED, *_NO_CALLS, *BROKEN, *CUT_OFF]
 LIKE_ANOTHER = frozenset(
     {
         *("deepseek_v4", "deepseek_v41", "functiongemma", "glm47", "granite", "granite_20b_fc", "hunyuan_a13b"),
-        *("hy_v3_opensource", "longcat_keys", "mimo", "olmo3", "phi4_mini_json"),
+        *("hy_v3_opensource", "longcat_keys", "mimo", "minimax_m1", "olmo3", "phi4_mini_json"),
     }
 )
 """Dialects that differ from another in their markers only: most of their tests run in the long form."""

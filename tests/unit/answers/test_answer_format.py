@@ -41,7 +41,7 @@ def made(
         (TOOLS + "<tool_call> <think> </think>", ("<tool_call>", "<think>"), "hermes", "think"),
         (TOOLS + "<tool_call>", ("<think>", "</think>"), "hermes", "think"),
         (TOOLS + "<tool_call>", (), "hermes", "none"),
-        (TOOLS + "<tool_call>\n<function=", (), "qwen3_coder", "none"),
+        (TOOLS + "<tool_call>\n<function=f>\n<parameter=", (), "qwen3_coder", "none"),
         (TOOLS + "<tool_call>{name}\n<arg_key> <think></think>", (), "glm45", "think"),
         (TOOLS + "<|start_header_id|>", ("<|python_tag|>",), "llama3_json", "none"),
         (TOOLS + "<|header_start|>", ("<|python_start|>",), "pythonic", "none"),
@@ -75,6 +75,11 @@ def made(
         (TOOLS + "{{ suffix }}", ("<tool_sep:opensource>", "<think:opensource>"), *("hy_v3_opensource",) * 2),
         (TOOLS + "<longcat_tool_call>{f}\n<longcat_arg_key> <longcat_think>", (), "longcat_keys", "longcat"),
         (TOOLS + '<function name="f"><param name="k">v</param></function> <think>', (), "minicpm5", "think"),
+        # MiniCPM5's template searches contents for Hunyuan 3's separator.
+        (TOOLS + 'content.split(\'<tool_sep>\') <function name="f"><param name="k">', (), "minicpm5", "none"),
+        # Functionary writes arguments as JSON after the tag that Qwen3-Coder writes.
+        (TOOLS + '<function=f>{"k": "v"}</function> <|python_tag|>', (), "llama3_json", "none"),
+        (TOOLS + '<tool_calls>\\n{"name": <tool-name>, "arguments": <args-json-object>}', (), "minimax_m1", "none"),
         (TOOLS + "'<|tool_calls|>' '<|tool_call:begin|>' <|think|><|end|>", (), "solar_open", "solar_open"),
         (TOOLS + "'<start_function_call>call:' + f", (), "functiongemma", "none"),
         (TOOLS + "<|function_call_library|> '<function_call> ' + f", (), "granite_20b_fc", "none"),

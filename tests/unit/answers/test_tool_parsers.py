@@ -151,6 +151,15 @@ def test_without_tools_to_call_a_harmony_call_is_text_and_analysis_still_reasoni
     assert answer == ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}", "Hm.", [])
 
 
+def test_a_harmony_answer_may_begin_with_the_recipient_of_a_call() -> None:
+    text = ' to=functions.now<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+    for cut in range(len(text)):
+        made = parser("harmony", tail="<|start|>assistant")
+        assert parsed(made, text[:cut], text[cut:]) == ("", "", [("now", '{"a": 1}')])
+    assert parsed(parser("harmony", tail="<|start|>assistant"), " towards").content == " towards"
+    assert parsed(parser("harmony", ToolUse.of(TOOLS, "none"), "<|start|>assistant"), *text).calls == []
+
+
 def test_with_parallel_tool_calls_off_later_calls_are_left_out() -> None:
     written = WHOLE[1]
     answer = parsed(parser("hermes", ToolUse.of(TOOLS, "auto", parallel_tool_calls=False)), *written.text)

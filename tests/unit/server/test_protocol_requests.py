@@ -446,6 +446,8 @@ def test_earlier_reasoning_is_shown_by_the_variable_of_each_family(
     assert variables.get("preserve_thinking") == is_shown
     if is_shown and "chat_template_kwargs" not in fields:
         assert variables["keep_past_thinking"]
+        assert variables["preserved_thinking"]
+        assert variables["think_render_option"] == "all"
         dropped = ("clear_thinking", "truncate_history_thinking", "drop_thinking", "drop_history_thinking")
         assert not any(variables[name] for name in dropped)
 
