@@ -486,6 +486,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     # -- what the parser reports --------------------------------------------------------------------------------
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Trailers are no headers: a proxy in front passes them on, and neither sets nor removes fields of them.
+        if not self._is_in_body:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._head_bytes = self._num_pieces = self._piece_bytes = 0
         self._is_in_body = True

@@ -51,6 +51,8 @@ class Application:
         """The end of each client of a `/held` request: `answered` or `gone`."""
         self.num_requests = 0
         self.paths: list[str] = []
+        self.headers: list[list[bytes]] = []
+        """Names of the headers of each request, as they were when it had been answered."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_requests += 1
@@ -77,6 +79,7 @@ class Application:
             await send({"type": "http.response.body", "body": b"part", "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": str(length).encode()})
+        self.headers.append([name for name, _ in scope["headers"]])
 
 
 class Edge(NamedTuple):
@@ -558,6 +561,18 @@ async def test_heads_that_are_too_large_or_have_too_many_headers_are_refused() -
         client = await edge.connect(b"GET /x HTTP/1.1\r\n" + b"a: b\r\n" * 256 + b"\r\n")
         assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 200")
         assert edge.application.num_requests == 1
+
+
+@run
+async def test_trailers_are_no_headers() -> None:
+    """A proxy passes trailers on unchanged: they must not name a client's address, key or expectation."""
+    head = GET.replace(b"GET", b"POST").replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n")
+    trailers = b"X-Forwarded-For: 1.2.3.4\r\nAuthorization: Bearer key\r\nExpect: 100-continue\r\n"
+    async with serving() as edge:
+        client = await edge.connect(head + b"1\r\nx\r\n0\r\n" + trailers + b"\r\n" + GET)
+        client.half_close()
+        assert (await client.all()).count(b"HTTP/1.1 ") == 2
+        assert edge.application.headers == [[b"host", b"transfer-encoding"], [b"host"]]
 
 
 @run
