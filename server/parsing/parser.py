@@ -100,7 +100,7 @@ class Feed:
     text continues where it was, and only words of bounded length are examined again.
     """
 
-    __slots__ = ("_record", "at", "cut_off", "ended", "text")
+    __slots__ = ("_record", "at", "cut_off", "ended", "in_marker", "text")
 
     def __init__(self) -> None:
         self.text = ""
@@ -108,6 +108,8 @@ class Feed:
         self.ended = False
         self.cut_off = False
         """Whether the text has ended and the model did not end it itself."""
+        self.in_marker = False
+        """Whether the text has ended within a marker that was expected."""
         self._record: list[str] | None = None
 
     def add(self, text: str) -> None:
@@ -167,10 +169,19 @@ class Feed:
 
     def take_marker(self, marker: str) -> Waiting[bool]:
         """Read `marker` if it follows. Returns whether it did."""
-        while not self.text.startswith(marker, self.at):
-            if not marker.startswith(self.text[self.at :]) or not (yield from self.more()):
-                return False
+        if not (yield from self.comes(marker)):
+            return False
         self.take(len(marker))
+        return True
+
+    def comes(self, marker: str) -> Waiting[bool]:
+        """Return whether `marker` follows. It is not read."""
+        while not self.text.startswith(marker, self.at):
+            if not marker.startswith(self.text[self.at :]):
+                return False
+            if not (yield from self.more()):
+                self.in_marker = True
+                return False
         return True
 
     def take_word(self, pattern: re.Pattern[str], longest: int = 256) -> Waiting[str]:

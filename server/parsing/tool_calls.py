@@ -110,7 +110,8 @@ class ToolCallParser(FedParser):
         off."""
         feed = self._feed
         text = feed.end_record()
-        if self._announced and feed.cut_off and feed.at == len(feed.text):
+        if self._announced and feed.cut_off and (feed.at == len(feed.text) or feed.in_marker):
+            feed.take_all()
             self._pending_newlines.clear()
         else:
             self._add_content(text)
@@ -188,7 +189,7 @@ class ToolCallParser(FedParser):
             if mender.done:
                 return True
             if mender.failed:
-                if end_marker and (closers := mender.closers()) and (yield from self._comes(end_marker)):
+                if end_marker and (closers := mender.closers()) and (yield from self._feed.comes(end_marker)):
                     self._add_arguments(closers)
                     return True
                 self._add_arguments(mender.brackets())
@@ -235,14 +236,6 @@ class ToolCallParser(FedParser):
             if not (yield from feed.more()):
                 self._add_arguments(_quoted(held + feed.take_all())[1:-1])
                 return False
-
-    def _comes(self, marker: str) -> Waiting[bool]:
-        """Return whether `marker` follows. It is not read."""
-        feed = self._feed
-        while not feed.text.startswith(marker, feed.at):
-            if not marker.startswith(feed.text[feed.at :]) or not (yield from feed.more()):
-                return False
-        return True
 
     def _cut_off(self, *markers: str) -> Waiting[bool]:
         """Return whether the text ends here, or with a prefix of one of `markers`, which is read."""
@@ -311,7 +304,7 @@ class CallObjectParser(ToolCallParser):
             if character == ",":
                 feed.take(1)
                 continue
-            if self._calls > calls and end_marker and (yield from self._comes(end_marker)):
+            if self._calls > calls and end_marker and (yield from self._feed.comes(end_marker)):
                 feed.end_record()
                 return True
             key = string_of((yield from self._read_value()) if character in "\"'" else None)
@@ -367,7 +360,7 @@ class CallObjectParser(ToolCallParser):
         is_closed = self._calls > calls and (yield from feed.next_character()) == "]"
         if is_closed:
             feed.take(1)
-        elif not (self._calls > calls and end_marker and (yield from self._comes(end_marker))):
+        elif not (self._calls > calls and end_marker and (yield from self._feed.comes(end_marker))):
             self._record_is_content()
             return False
         feed.end_record()

@@ -73,7 +73,7 @@ class GlmParser(MembersParser):
         if separated:
             yield from feed.skip_whitespace()
         if not name or not (
-            separated or (yield from self._comes(self._key)) or (yield from self._comes(self.members_end))
+            separated or (yield from self._feed.comes(self._key)) or (yield from self._feed.comes(self.members_end))
         ):
             self._record_is_content()
             return False

@@ -107,7 +107,7 @@ class MiniMaxM3Parser(ToolCallParser):
             innermost = opened[-1]
             feed.begin_record()
             yield from feed.skip_whitespace()
-            if (yield from self._comes(END)) and all(each.tag != "tool_call" for each in opened):
+            if (yield from self._feed.comes(END)) and all(each.tag != "tool_call" for each in opened):
                 feed.end_record()
                 self._add_arguments(before + _brackets(opened))
                 return True
@@ -135,7 +135,7 @@ class MiniMaxM3Parser(ToolCallParser):
             space = ""
             if types != _STRING:
                 space = yield from feed.skip(_SPACE)
-                if (yield from self._comes(OPENING)) and not (yield from self._comes(CLOSING)):
+                if (yield from self._feed.comes(OPENING)) and not (yield from self._feed.comes(CLOSING)):
                     is_list = yield from self._opens_list(types)
                     self._add_arguments(before + ("[" if is_list else "{"))
                     opened.append(_Open(name, "]" if is_list else "}", part))
@@ -187,7 +187,7 @@ class MiniMaxM3Parser(ToolCallParser):
         """Return whether the next tag is an item of a list."""
         if ("array" in types) != ("object" in types):
             return "array" in types
-        return (yield from self._comes(f"{OPENING}{ITEM}>"))
+        return (yield from self._feed.comes(f"{OPENING}{ITEM}>"))
 
     def _fail_arguments(self, opened: Sequence[_Open], before: str, spelled: str = "") -> None:
         """Close all open brackets of invalid arguments. `spelled` and the recorded text are content."""

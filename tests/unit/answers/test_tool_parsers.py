@@ -8,6 +8,7 @@ import pytest
 from server.parsing.answer_format import AnswerFormat
 from server.parsing.json_repair import argument_types, typed_argument
 from server.parsing.parser import AnswerParser, ArgumentsPart, TextPart, ToolCallPart
+from server.parsing.registry import TOOL_DIALECTS
 from server.schemas.chat_tools import ToolUse
 from tests.unit.answers.dialect_texts import (
     BROKEN,
@@ -61,6 +62,9 @@ def test_a_call_that_its_length_cuts_off_before_its_name_is_known_is_no_content(
         answer = parsed(parser(dialect), text[:cut], text[cut:], cut_off=True)
         assert answer == ("I look.", "", [])
     assert parsed(parser(dialect), text).content == text
+    trigger = TOOL_DIALECTS[dialect].trigger or TOOL_DIALECTS[dialect].optional
+    for end in range(text.index(trigger) + len(trigger), len(text)):
+        assert parsed(parser(dialect), text[:end], cut_off=True) == ("I look.", "", []), text[:end]
 
 
 def test_a_call_after_a_token_of_calls_that_is_cut_off_before_its_name_is_known_is_no_content() -> None:
