@@ -336,8 +336,8 @@ class Config(Section):
     `norm=torch`."""
 
     batch_invariant: bool = False
-    """Make answers on GPUs independent of other requests, which costs time. With Kaon's operators on a CPU, answers
-    are always independent."""
+    """Make answers on GPUs independent of other requests, which costs time. With Kaon's operators on a CPU, they are
+    without this setting. The start fails where they would not be."""
 
     sentinel_interval: Annotated[int, Field(ge=0)] | None = None
     """Decode steps after which one row of a step is computed again by plain torch and compared; 0: never; default:

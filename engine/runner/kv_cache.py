@@ -154,19 +154,27 @@ class LayerCaches:
         for spec in self._specs:
             if isinstance(spec, KVCacheSpec):
                 for part, dim in enumerate((spec.head_dim, spec.value_dim or spec.head_dim)):
-                    shape = self._backend.kv_cache_shape(1, self._block_size, spec.num_kv_heads, dim)[1:]
+                    size = self._backend.stored_size(dim)
+                    shape = self._backend.kv_cache_shape(1, self._block_size, spec.num_kv_heads, size)[1:]
                     pools[shape[-2:]].add(spec.name, part, shape)
             elif isinstance(spec, VectorCacheSpec):
-                shape = spec.vectors_per_block(self._block_size), spec.dim
+                size = self._backend.stored_size(spec.dim, is_latent=True) if spec.is_latent else spec.dim
+                shape = spec.vectors_per_block(self._block_size), size
                 pools[shape].add(spec.name, 0, shape)
         return pools
 
     def _cache(self, spec: CacheSpec, parts: Sequence[torch.Tensor], num_slots: int) -> LayerCache:
         match spec:
             case KVCacheSpec():
-                return KVCacheTensor(*parts)
+                dims = spec.head_dim, spec.value_dim or spec.head_dim
+                return KVCacheTensor(
+                    *(
+                        part if self._backend.stored_size(dim) == dim else part[..., :dim]
+                        for part, dim in zip(parts, dims, strict=True)
+                    )
+                )
             case VectorCacheSpec():
-                return VectorCache(*parts)
+                return VectorCache(parts[0][..., : spec.dim])
             case StateCacheSpec():
                 return StateCache(
                     tuple(

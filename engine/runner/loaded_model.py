@@ -80,6 +80,8 @@ class LoadedModel:
     """On rank 0, the layers that compute on pooled vectors."""
     drafter: DraftLM | None = None
     """The draft model for this one, if there is one."""
+    why_unrecorded: str | None = None
+    """The reason why `record_pass` failed in the runner, so that torch may compute a part; None if it did not."""
 
     @property
     def generates(self) -> bool:
@@ -120,7 +122,9 @@ class LoadedModel:
     def why_varying(self) -> str | None:
         """The reason why answers may depend on the other requests in the batch; None where they do not."""
         if self.operators is not None and self.backend.name == "cpu-native":
-            return None
+            if self.config.lora:
+                return "lora is set, whose products torch computes"
+            return self.why_unrecorded and f"torch may compute a part of a step: {self.why_unrecorded}"
         if not triton.is_invariant():
             return "torch's libraries choose the order of sums by the batch"
         parts = {

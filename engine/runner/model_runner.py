@@ -132,7 +132,8 @@ class ModelRunner:
             try:
                 self.program = loaded.record_pass()
             except NotRecordable as reason:
-                _log.info("Steps run operator by operator: %s", reason)
+                self.loaded = dataclasses.replace(loaded, why_unrecorded=str(reason))
+                _log.info("Steps run operator by operator, and answers may depend on other requests: %s", reason)
         self.head = OutputHead(loaded, operators)
         self._interposed_program: Program | None = None
         """The pass with separate memory, for steps that are computed while another is paused; recorded while idle."""

@@ -130,7 +130,7 @@ class Glm5NextLatentAttention(MLAAttention):
         indexer = None if shares else _indexer(config, f"{name}.indexer")
         super().__init__(name, shape, indexer=indexer, shares_selection=shares, parallel=parallel)
         self.padding = 0 if runtime.active() else _ROTATED
-        self.cache_spec = VectorCacheSpec(name, rank + self.padding)
+        self.cache_spec = VectorCacheSpec(name, rank + self.padding, is_latent=True)
 
     def _attend(self, *tokens: torch.Tensor, shared: tuple[torch.Tensor, ...]) -> torch.Tensor:
         q, latent, *indexed = tokens

@@ -3,7 +3,6 @@
 The order: conversion, reused memory for reads, keys and values by head (`PagedKV`), vectors by token.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -85,7 +84,7 @@ class PagedKV:
         """
         cache, options = self._cache, self._options
         sides = ((cache.k_cache, options.k_scale), (cache.v_cache, options.v_scale))
-        pages = [math.prod(side.shape[2:]) for side, _ in sides]
+        pages = [side.stride(1) for side, _ in sides]
         stored = self._scratch.matrices(rows.shape[-1], pages, cache.k_cache.dtype)
         of_block, of_values = (pages_of_block(side) for side, _ in sides)
         if of_values != of_block:  # Values of another size than keys have a pool of their own.
@@ -97,20 +96,23 @@ class PagedKV:
             stored = [
                 from_cache(x, self._dtype, scale, out) for x, (_, scale), out in zip(stored, sides, outs, strict=True)
             ]
-        k, v = (x.view(batch, -1, length, side.shape[3]) for x, (side, _) in zip(stored, sides, strict=True))
+        k, v = (
+            x.view(batch, -1, length, side.stride(2))[..., : side.shape[3]]
+            for x, (side, _) in zip(stored, sides, strict=True)
+        )
         return k, v
 
 
 def pages_of_block(cache: torch.Tensor) -> int:
     """The cache with the stride over the pages of other layers in a block. # [num_blocks, heads, block_size, D]"""
-    return cache.stride(0) // (cache.shape[2] * cache.shape[3])
+    return cache.stride(0) // cache.stride(1)
 
 
 def _from_first_page(cache: torch.Tensor) -> torch.Tensor:
-    """The pages from a cache's first to its last, other layers' included. # -> [pages, block_size * D]"""
-    num_blocks, num_kv_heads, block_size, head_dim = cache.shape
+    """The pages from a cache's first to its last, other layers' included. # -> [pages, elements of a page]"""
+    num_blocks, num_kv_heads = cache.shape[:2]
     num_pages = (num_blocks - 1) * pages_of_block(cache) + num_kv_heads
-    return cache.as_strided((num_pages, block_size * head_dim), (block_size * head_dim, 1))
+    return cache.as_strided((num_pages, cache.stride(1)), (cache.stride(1), 1))
 
 
 def write_vectors(vectors: torch.Tensor, cache: VectorCache, plan: StepPlan, scale: float = 1.0) -> torch.Tensor:
@@ -127,10 +129,13 @@ def gather_vectors(cache: VectorCache, blocks: torch.Tensor, scratch: Scratch) -
     """Copy the vectors of blocks in the cache's dtype. # [n] -> [n * block_size, dim], valid until `scratch` is used
     again
     """
-    num_blocks, block_size, dim = cache.vectors.shape
-    (gathered,) = scratch.matrices(len(blocks), (block_size * dim,), cache.vectors.dtype)
-    torch.index_select(cache.vectors.view(num_blocks, -1), 0, blocks, out=gathered)
-    return gathered.view(-1, dim)
+    vectors = cache.vectors
+    num_blocks, block_size, dim = vectors.shape
+    size = vectors.stride(1)
+    (gathered,) = scratch.matrices(len(blocks), (block_size * size,), vectors.dtype)
+    pages = vectors.as_strided((num_blocks, block_size * size), (vectors.stride(0), 1))
+    torch.index_select(pages, 0, blocks, out=gathered)
+    return gathered.view(-1, size)[:, :dim]
 
 
 def block_and_offset(

@@ -45,6 +45,10 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
     name = "cpu-native"
     _metadata_type = NativeMetaData
 
+    def stored_size(self, dim: int, *, is_latent: bool = False) -> int:
+        """See `AttentionBackend`."""
+        return latent_ops.stored_size(dim) if is_latent else attention_ops.stored_size(dim)
+
     def forward(
         self,
         q: torch.Tensor,
@@ -102,7 +106,7 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
                 return _attend_selected(q, latent, kv_b, cache, metadata, options, selected, inputs)
             return super().latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)
         heads, step = inputs.heads, metadata.step
-        latent_q = latent_ops.latent_queries(q, heads, cache.vectors.shape[2] - rank)
+        latent_q = latent_ops.latent_queries(q, heads, cache.vectors.stride(1))
         latent_ops.latent_store(
             q,
             latent,

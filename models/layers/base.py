@@ -29,6 +29,8 @@ class VectorCacheSpec(NamedTuple):
     dim: int
     tokens_per_vector: int = 1
     """Number of tokens per vector; the vector is in the block that holds the last of them."""
+    is_latent: bool = False
+    """Whether all heads attend to the vectors by `AttentionBackend.latent_attention`."""
 
     def vectors_per_block(self, block_size: int) -> int:
         """The most vectors in a block of `block_size` tokens."""

@@ -299,7 +299,7 @@ class GroupedLinear(nn.Module):
         """# [tokens, the rank's groups * in_features] -> [tokens, the rank's groups * out_features]"""
         packed, by_group = packed_of(self.weight), x.view(len(x), self.local, -1)
         if packed is not None:
-            return dense.linear_by_group(by_group, packed)
+            return dense.linear_by_group(by_group, packed, self.weight.shape[1])
         parts = zip(by_group.unbind(1), self.weight, strict=True)
         return torch.cat([F.linear(each, weight) for each, weight in parts], -1)
 

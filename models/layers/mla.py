@@ -158,7 +158,7 @@ class MLAAttention(nn.Module):
         self.layer_name = layer_name
         self.num_heads = parallel.share(shape.num_heads, "num_attention_heads")
         self.latent_dim = shape.kv_lora_rank + shape.qk_rope_head_dim
-        self.cache_spec = VectorCacheSpec(layer_name, self.latent_dim)
+        self.cache_spec = VectorCacheSpec(layer_name, self.latent_dim, is_latent=True)
         self.options = AttentionOptions(shape.scale)
         hidden, q_features = shape.hidden_size, shape.num_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
         if shape.q_lora_rank is None:

@@ -81,7 +81,7 @@ def grouped_linear(
     """
     packed = packed_of(weight)
     if packed is not None:
-        return ops.grouped_linear(rows, packed, bias, counts, tokens=tokens)
+        return ops.grouped_linear(rows, packed, bias, counts, tokens=tokens, out_features=weight.shape[1])
     if tokens is not None:
         rows = rows[tokens]
     runs = counts.tolist()

@@ -6,6 +6,7 @@ multiplied (`is_product`) may replace its dense memory by the packed layout of t
 or a quantised checkpoint's stored codes.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from models.ops.cpu.dense import dequantized
-from models.ops.cpu.packed_weight import PANEL, CodedWeight, PackedWeight, QuantizedWeight, weight_of
+from models.ops.cpu.packed_weight import CodedWeight, PackedWeight, QuantizedWeight, padded, weight_of
 from models.ops.cpu.structures import MAX_IN_FEATURES
 from models.ops.stored_weight import stored_of
 from models.ops.weight_formats import RUN
@@ -151,8 +152,7 @@ def pack_products(model: nn.Module, rounding: Rounding | None = None) -> None:
     """
     for parameter in model.parameters():
         if can_be_packed(parameter):
-            # The weights of a stack of experts are packed as one matrix, expert after expert.
-            rows, inputs, form = parameter.shape[:-1].numel(), parameter.shape[-1], rounding_of(parameter, rounding)
+            rows, inputs, form = _packed_rows(parameter), parameter.shape[-1], rounding_of(parameter, rounding)
             if form is None:
                 packed = PackedWeight(rows, inputs)
             elif form == "mxfp4":
@@ -165,8 +165,7 @@ def pack_products(model: nn.Module, rounding: Rounding | None = None) -> None:
 
 def keep_codes(parameter: nn.Parameter, bits: int) -> None:
     """Have an unfilled packed weight, or a stack of them, hold the codes of a quantised checkpoint unchanged."""
-    rows, inputs = parameter.shape[:-1].numel(), parameter.shape[-1]
-    _own_weight(parameter).packed = CodedWeight(rows, inputs, bits=bits)
+    _own_weight(parameter).packed = CodedWeight(_packed_rows(parameter), parameter.shape[-1], bits=bits)
 
 
 def weight_bytes(parameter: nn.Parameter) -> int:
@@ -188,10 +187,13 @@ def rounding_of(parameter: nn.Parameter, rounding: Rounding | None) -> Rounding 
 
 def can_be_packed(parameter: nn.Parameter) -> bool:
     """Whether the CPU operators have a layout for the weight."""
-    if not is_product(parameter):
-        return False
-    is_one_weight = parameter.dim() == 2
-    return parameter.shape[-1] <= MAX_IN_FEATURES and (is_one_weight or parameter.shape[-2] % PANEL == 0)
+    return is_product(parameter) and parameter.shape[-1] <= MAX_IN_FEATURES
+
+
+def _packed_rows(parameter: nn.Parameter) -> int:
+    """Rows of the packed weight. A stack of experts is packed as one matrix, each expert padded to whole panels."""
+    *stack, rows, _ = parameter.shape
+    return math.prod(stack) * padded(rows) if stack else rows
 
 
 def packed_of(parameter: nn.Parameter) -> PackedWeight | None:
@@ -205,7 +207,7 @@ def restore_packed(parameter: nn.Parameter, form: list[Any], memory: torch.Tenso
 
     Raises `ValueError` if `form` or the size of `memory` does not fit the parameter.
     """
-    _own_weight(parameter).packed = weight_of(form, parameter.shape[:-1].numel(), parameter.shape[-1], memory)
+    _own_weight(parameter).packed = weight_of(form, _packed_rows(parameter), parameter.shape[-1], memory)
 
 
 def onednn_of(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -223,7 +225,7 @@ def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_in
     """Write `rows` into a weight, or elements into a bias, starting at `first`; in a stack, into `expert_index`."""
     packed = packed_of(parameter)
     if packed is not None:
-        first += (expert_index or 0) * parameter.shape[-2]
+        first += (expert_index or 0) * padded(parameter.shape[-2])
         codes = codes_of(rows)
         if codes is not None and packed.accepts(codes):
             packed.put_codes(first, codes)

@@ -199,8 +199,8 @@ def _experts(draw: random.Random, seed: int) -> None:
 
 
 def _attention(draw: random.Random, seed: int) -> None:
-    kv_heads, dim = draw.choice((1, 2)), draw.choice((32, 40, 64, 72, 80, 96, 112, 256))
-    value_dim = draw.choice((dim, dim, 32, 40, 96, 256))
+    kv_heads, dim = draw.choice((1, 2)), draw.choice((10, 20, 32, 36, 40, 64, 72, 80, 96, 112, 256))
+    value_dim = draw.choice((dim, dim, 20, 32, 40, 96, 256))
     heads, block_size = kv_heads * draw.choice((1, 2, 5, 17)), draw.choice((16, 32))
     lengths = [draw.choice((1, 16, 63, 90)), draw.randint(1, 140)]
     q, k, v = (
@@ -223,7 +223,9 @@ def _attention(draw: random.Random, seed: int) -> None:
 
 
 def _latents(draw: random.Random, seed: int) -> None:
-    rank, rope, block_size = 32 * draw.choice((1, 2, 3, draw.randint(4, 16))), 32, draw.choice((16, 32))
+    wide = 32 * draw.choice((1, 2, 3, draw.randint(4, 16)))
+    rank, rope = draw.choice((wide, draw.randint(1, 100))), draw.choice((8, 32))
+    block_size = draw.choice((16, 32))
     # Products are slow in a sanitized build: with wide latents there are few heads, or few tokens.
     heads = draw.randint(1, 20)
     longest = 140 if rank < 128 or heads <= 4 else 24
@@ -237,7 +239,7 @@ def _latents(draw: random.Random, seed: int) -> None:
     nope, values = draw.randint(1, 70), draw.randint(1, 70)
     kv_b = bf16(heads, nope + values, rank, seed=seed)
     packed_heads, x = latent_ops.PackedHeads(kv_b, nope), bf16(lengths[1], heads, nope + rope)
-    there = latent_ops.latent_queries(x, packed_heads, rope)[..., :rank]
+    there = latent_ops.latent_queries(x, packed_heads, rank + rope)[..., :rank]
     _close(there, torch.einsum("thn,hnr->thr", x[..., :nope].float(), kv_b[:, :nope].float()))
     there = there.contiguous()
     expected = torch.einsum("thr,hvr->thv", there.float(), kv_b[:, nope:].float())

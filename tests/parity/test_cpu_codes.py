@@ -150,7 +150,7 @@ def test_experts_are_multiplied_by_their_own_codes() -> None:
     by_group = x.view(20, experts, inputs)
     runs = ops.grouped_linear(by_group.transpose(0, 1).reshape(60, inputs), coded, None, torch.tensor([20] * experts))
     expected = runs.view(experts, 20, outputs).transpose(0, 1).reshape(20, -1)
-    assert torch.equal(ops.linear_by_group(by_group, coded), expected)
+    assert torch.equal(ops.linear_by_group(by_group, coded, outputs), expected)
 
 
 def is_coded(model: PagedModel) -> list[bool]:
@@ -235,3 +235,18 @@ def test_two_ranks_compute_the_same_bits(name: str, tmp_path: Path) -> None:
         assert (found - expected).norm() < 0.02 * expected.norm()
     else:
         assert torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("each_path")
+def test_codes_of_experts_of_any_size_are_padded_to_whole_panels() -> None:
+    experts, outputs, inputs = 3, 40, 96
+    coded, packed = (kind(experts * 64, inputs) for kind in (CodedWeight, PackedWeight))
+    meant = []
+    for expert in range(experts):
+        codes, dense = random_codes("int4", 32, torch.float16, outputs, inputs)
+        coded.put_codes(expert * 64, codes)
+        packed.put(expert * 64, dense)
+        meant.append(dense)
+    x, counts = torch.randn(60, inputs).bfloat16(), torch.tensor([50, 0, 4])
+    found, expected = (ops.grouped_linear(x, each, None, counts, out_features=outputs) for each in (coded, packed))
+    assert_same_products(found, expected, x, torch.cat(meant))

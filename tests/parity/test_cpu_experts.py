@@ -178,7 +178,7 @@ def test_groups_of_columns_are_multiplied_by_their_own_weights(tokens: int, bits
     x = bf16(tokens, 3, 160)
     runs = ops.grouped_linear(x.transpose(0, 1).reshape(-1, 160), weights, None, torch.tensor([tokens] * 3))
     expected = runs.view(3, tokens, 64).transpose(0, 1).reshape(tokens, -1)
-    assert torch.equal(ops.linear_by_group(x, weights), expected)
+    assert torch.equal(ops.linear_by_group(x, weights, 64), expected)
 
 
 @pytest.mark.usefixtures("operators")

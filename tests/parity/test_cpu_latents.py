@@ -23,7 +23,7 @@ Spans = list[tuple[int, int, int]]
 def test_heads_go_into_the_latents_space_and_come_back(rows: int, heads: int, nope: int, v: int, rank: int) -> None:
     kv_b, q = bf16(heads, nope + v, rank), bf16(rows, heads, nope + 32, seed=1)
     packed = latent_ops.PackedHeads(kv_b, nope)
-    there = latent_ops.latent_queries(q, packed, 32)[..., :rank]
+    there = latent_ops.latent_queries(q, packed, rank + 32)[..., :rank]
     expected = torch.einsum("thn,hnr->thr", q[..., :nope].double(), kv_b[:, :nope].double())
     assert (there - expected).abs().max() <= 1e-2 * expected.abs().max()
     attended = there.contiguous()
@@ -74,25 +74,27 @@ def attend(
 ) -> list[torch.Tensor]:
     """Attention of all sequences, computed in these steps. # each [n, heads, rank]"""
     heads, dim = q[0].shape[1:]
-    cache = Cache(1, dim, block_size, max(map(len, q)), len(q))
-    vectors = cache.k[:, 0]
+    size = latent_ops.stored_size(dim)
+    cache = Cache(1, size, block_size, max(map(len, q)), len(q))
+    vectors = cache.k[:, 0, :, :dim]
     out = [each.new_empty(len(each), heads, rank) for each in q]
     norm, rope = torch.ones(rank).bfloat16(), dim - rank
     for spans in steps:
         step, kept = cache.step(spans)
         queries, new = (torch.cat([of[s][first:past] for s, first, past in spans]) for of in (q, latents))
+        in_latents = torch.nn.functional.pad(queries, (0, size - dim), value=torch.nan)
         unrotated = torch.ones(len(new), 1, rope), torch.zeros(len(new), 1, rope)
         latent_ops.latent_store(
             queries[..., rank:].contiguous(),
             new,
-            queries,
+            in_latents,
             vectors,
             step,
             norm=(norm, 0.0),
             rotation=unrotated,
             is_interleaved=False,
         )
-        found = latent_ops.latent_attention(queries, vectors, step, rank, 0.3)
+        found = latent_ops.latent_attention(in_latents, vectors, step, rank, 0.3)
         parts = found.split([past - first for _, first, past in spans])
         for (sequence, first, past), part in zip(spans, parts, strict=True):
             out[sequence][first:past] = part
@@ -116,7 +118,8 @@ def reference(q: torch.Tensor, latents: torch.Tensor, rank: int) -> torch.Tensor
 
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(
-    ("heads", "rank", "rope", "block_size"), [(1, 32, 32, 16), (16, 64, 32, 16), (5, 512, 64, 32), (40, 96, 32, 48)]
+    ("heads", "rank", "rope", "block_size"),
+    [(1, 32, 32, 16), (16, 64, 32, 16), (5, 512, 64, 32), (40, 96, 32, 48), (3, 20, 12, 16), (7, 36, 8, 16)],
 )
 def test_attention_equals_the_reference_in_any_steps(heads: int, rank: int, rope: int, block_size: int) -> None:
     lengths = (70, 5, 133)
@@ -154,7 +157,7 @@ def test_latents_of_other_shapes_are_left_to_torch() -> None:
     q = bf16(1, 2, 64)
     assert latent_ops.supports(q, bf16(2, 16, 96), 64)
     assert latent_ops.supports(q, bf16(2, 16, structures.MAX_LATENT_RANK + 64), structures.MAX_LATENT_RANK)
-    assert not latent_ops.supports(q, bf16(2, 16, 96), 40)
+    assert latent_ops.supports(q, bf16(2, 16, 96)[..., :80], 40)
     assert not latent_ops.supports(q, bf16(2, 16, 100), 64)
     assert not latent_ops.supports(q, bf16(2, 1, 96), 64)
     assert not latent_ops.supports(q, bf16(2, 16, 96).float(), 64)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config.config import PrecisionConfig
 from engine.runner.model_runner import ModelRunner
 from models.architectures.registry import ARCHITECTURES
 from models.layers.linear import can_pack
@@ -15,6 +16,7 @@ from models.layers.parameter import onednn_of
 from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
 from models.ops.cpu.program import operators_of
+from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, prompt
 from tests.parity.test_architectures import errors_by_token, generate
@@ -210,15 +212,76 @@ def test_without_operators_each_products_weight_is_stored_once_as_onednn_reads_i
 
 @needs_operators
 def test_tokens_are_the_same_alone_and_in_company(variant: Variant, checkpoint: Path) -> None:
-    """In batches: chunks of prompts next to decodes, prefixes found in the cache, one preemption of all."""
+    assert_independent(checkpoint, is_one_call=variant.architecture not in PARTLY_TORCH)
+
+
+def assert_independent(checkpoint: Path, *, is_one_call: bool = True) -> None:
+    """Tokens are the same alone and in batches: chunks of prompts next to decodes, prefixes found in the cache, one
+    preemption of all."""
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
     together = runner(checkpoint, scheduling_policy="mixed", max_num_batched_tokens=48)
-    assert (together.program is None) == (variant.architecture in PARTLY_TORCH)
+    assert (together.program is not None) == together.loaded.is_invariant == is_one_call
     found = generate(together, prompts)
     single = runner(checkpoint, enable_prefix_caching=False)
     alone = [generate(single, [tokens], preempted_at=None)[0] for tokens in prompts]
     assert found == alone
+
+
+@needs_operators
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [
+        ("Qwen3ForCausalLM", {"head_dim": 20, "hidden_size": 100}),
+        ("HunYuanDenseV1ForCausalLM", {"head_dim": 36, "hidden_size": 132}),
+        ("GptOssForCausalLM", {"head_dim": 12, "hidden_size": 40, "intermediate_size": 20}),
+        ("Qwen2MoeForCausalLM", {"head_dim": 32, "hidden_size": 128, "moe_intermediate_size": 44}),
+        ("DeepseekV3ForCausalLM", {"kv_lora_rank": 20, "moe_intermediate_size": 36}),
+        ("FalconH1ForCausalLM", {"head_dim": 12, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    ],
+)
+def test_sizes_that_are_no_multiples_are_computed_by_operators(
+    architecture: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Heads of any size, latents of any rank, experts of any size."""
+    first = next(each for each in all_variants() if each.architecture == architecture)
+    checkpoint = make_checkpoint(tmp_path, first.family, dtype=torch.bfloat16, **(first.overrides | sizes))
+    assert_independent(checkpoint)
+    exact, rounded = Reference(checkpoint), Reference(checkpoint, torch.bfloat16)
+    if hasattr(rounded.model.config, "num_experts_per_tok"):
+        rounded.model.set_experts_implementation("eager")  # torch's grouped products refuse such sizes.
+    theirs = errors_by_token(exact, rounded)
+    ours = errors_by_token(exact, PagedModel(checkpoint, dtype=torch.bfloat16))
+    assert ours.median() < 1.25 * theirs.median()
+
+
+@needs_operators
+@pytest.mark.parametrize(
+    ("sizes", "fields", "why"),
+    [
+        ({"head_dim": 520}, {}, "the model's code calls"),
+        ({}, {"model_impl": "transformers"}, "the model's code calls"),
+        ({}, {"quantization_config": PrecisionConfig(kv_cache_dtype="fp8")}, "the model's code calls"),
+        ({}, {"lora": ("a=adapter",)}, "lora is set"),
+    ],
+)
+def test_no_invariance_is_claimed_where_torch_computes_a_part(
+    sizes: dict[str, Any],
+    fields: dict[str, Any],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen3", dtype=torch.bfloat16, **sizes)
+    make_adapter(tmp_path / "adapter", read_weights(checkpoint), rank=2, alpha=2, leaves={"q_proj"}, seed=1)
+    with caplog.at_level("INFO"):
+        made = runner(checkpoint, batch_invariant=True, **fields)
+    assert not made.loaded.is_invariant
+    assert ("answers may depend on other requests" in caplog.text) == (made.program is None)
+    with pytest.raises(ValueError, match=f"batch_invariant is set, but .*{why}"):
+        made.loaded.require_invariance()
 
 
 @needs_operators
@@ -227,7 +290,8 @@ def test_tokens_are_the_same_alone_and_in_company(variant: Variant, checkpoint: 
 def test_a_step_is_one_call_where_docs_say_so(name: str, tmp_path: Path) -> None:
     first = next(each for each in all_variants() if each.architecture == name)
     path = make_checkpoint(tmp_path, first.family, dtype=torch.bfloat16, **_fields(first))
-    assert (runner(path).program is None) == (name in PARTLY_TORCH)
+    made = runner(path)
+    assert (made.program is None) == (not made.loaded.is_invariant) == (name in PARTLY_TORCH)
 
 
 @needs_operators

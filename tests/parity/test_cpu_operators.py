@@ -21,7 +21,7 @@ from models.ops.cpu import attention as attention_ops
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
-from models.ops.cpu.packed_weight import PackedWeight, QuantizedWeight
+from models.ops.cpu.packed_weight import PackedWeight, QuantizedWeight, padded
 from models.ops.cpu.program import record
 from models.ops.cpu.sampling import GreedyHead
 from models.ops.types import CLAMPED_SILU, CLIPPED_SILU, GELU_TANH, SILU, AttentionOptions, HeadNorms
@@ -476,7 +476,9 @@ def run_steps(
     """
     kv_heads, dim = k[0].shape[1:]
     value_dim = v[0].shape[2]
-    cache = Cache(kv_heads, dim, block_size, max(map(len, q)), len(q), value_dim)
+    size, value_size = (attention_ops.stored_size(each) for each in (dim, value_dim))
+    cache = Cache(kv_heads, size, block_size, max(map(len, q)), len(q), value_size)
+    k_cache, v_cache = cache.k[..., :dim], cache.v[..., :value_dim]
     out = [each.new_empty(*each.shape[:2], value_dim) for each in q]
     for spans in steps:
         if gives_back:
@@ -487,8 +489,8 @@ def run_steps(
                 cache.k[blocks] = cache.v[blocks] = torch.nan
         step, kept = cache.step(spans)
         rows = [torch.cat([of[s][first:past] for s, first, past in spans]) for of in (q, k, v)]
-        attention_ops.rope_store(*rows, cache.k, cache.v, step)
-        found = attention_ops.attention(rows[0], cache.k, cache.v, step, options, sinks)
+        attention_ops.rope_store(*rows, k_cache, v_cache, step)
+        found = attention_ops.attention(rows[0], k_cache, v_cache, step, options, sinks)
         for (sequence, first, past), part in zip(
             spans, found.split([past - first for _, first, past in spans]), strict=True
         ):
@@ -540,6 +542,9 @@ class TestAttention:
             (7, 1, 72, 32),
             (8, 8, 80, 16),
             (6, 2, 112, 16),
+            (5, 1, 20, 16),
+            (6, 2, 36, 32),
+            (3, 3, 10, 16),
         ],
     )
     @pytest.mark.parametrize(
@@ -584,7 +589,7 @@ class TestAttention:
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
 
-    @pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (64, 32), (32, 96), (128, 256)])
+    @pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (64, 32), (32, 96), (128, 256), (36, 20)])
     @pytest.mark.parametrize("window", [None, 20])
     def test_values_have_a_size_of_their_own(self, dim: int, value_dim: int, window: int | None) -> None:
         q = [bf16(n, 6, dim, seed=n) for n in LENGTHS]
@@ -720,14 +725,14 @@ def greedy_head(weight: PackedWeight, bias: torch.Tensor | None, max_rows: int) 
 
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("counts", [[0, 3, 0, 1, 40, 600], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_grouped_rows_each_meet_their_own_weight(counts: list[int], has_bias: bool) -> None:
-    x, weights = bf16(sum(counts) + 2, 100), bf16(6, 96, 100, seed=1)
-    bias = bf16(6, 96, seed=2) if has_bias else None
-    stack = PackedWeight(6 * 96, 100)
+@pytest.mark.parametrize(("has_bias", "outputs"), [(True, 96), (False, 96), (True, 75), (False, 20)])
+def test_grouped_rows_each_meet_their_own_weight(counts: list[int], has_bias: bool, outputs: int) -> None:
+    x, weights, apart = bf16(sum(counts) + 2, 100), bf16(6, outputs, 100, seed=1), padded(outputs)
+    bias = bf16(6, outputs, seed=2) if has_bias else None
+    stack = PackedWeight(6 * apart, 100)
     for place, weight in enumerate(weights):
-        stack.put(place * 96, weight)
-    found = ops.grouped_linear(x, stack, bias, torch.tensor(counts))
+        stack.put(place * apart, weight)
+    found = ops.grouped_linear(x, stack, bias, torch.tensor(counts), out_features=outputs)
     for place, rows in enumerate(x[:-2].split(counts)):
         own = ops.linear(rows, packed(weights[place]), None if bias is None else bias[place])
         assert torch.equal(found[sum(counts[:place]) : sum(counts[: place + 1])], own)

@@ -9,7 +9,7 @@ import torch
 
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime, structures
-from models.ops.cpu.packed_weight import BLOCK, STEP, QuantizedWeight, quantized_bytes
+from models.ops.cpu.packed_weight import BLOCK, STEP, QuantizedWeight, padded, quantized_bytes
 from tests.parity.test_cpu_operators import LIBRARY, PATHS, SILU, bf16, greedy_head
 
 pytestmark = pytest.mark.skipif(
@@ -140,12 +140,14 @@ def test_zeros_give_the_bias(bits: Bits, tiny: float) -> None:
 
 
 @pytest.mark.parametrize("counts", [[0, 3, 0, 1, 40, 600], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_grouped_rows_each_meet_their_own_weight(counts: list[int], has_bias: bool, bits: Bits) -> None:
-    x, weights = bf16(sum(counts) + 2, 100), bf16(6, 96, 100, seed=1)
-    bias = bf16(6, 96, seed=2) if has_bias else None
-    stack = quantized(weights.view(6 * 96, 100), bits)
-    found = ops.grouped_linear(x, stack, bias, torch.tensor(counts))
+@pytest.mark.parametrize(("has_bias", "outputs"), [(True, 96), (False, 96), (True, 75)])
+def test_grouped_rows_each_meet_their_own_weight(counts: list[int], has_bias: bool, outputs: int, bits: Bits) -> None:
+    x, weights, apart = bf16(sum(counts) + 2, 100), bf16(6, outputs, 100, seed=1), padded(outputs)
+    bias = bf16(6, outputs, seed=2) if has_bias else None
+    stack = QuantizedWeight(6 * apart, 100, bits)
+    for place, weight in enumerate(weights):
+        stack.put(place * apart, weight)
+    found = ops.grouped_linear(x, stack, bias, torch.tensor(counts), out_features=outputs)
     for place, rows in enumerate(x[:-2].split(counts)):
         own = ops.linear(rows, quantized(weights[place], bits), None if bias is None else bias[place])
         assert torch.equal(found[sum(counts[:place]) : sum(counts[: place + 1])], own)

@@ -4,6 +4,7 @@ layers."""
 import torch
 
 from models.ops.cpu import structures
+from models.ops.cpu.gated_delta import gate_heads
 from models.ops.cpu.packed_weight import DEPTH
 from models.ops.cpu.runtime import current, pointer, runs
 from models.ops.cpu.structures import Step
@@ -70,7 +71,7 @@ def rope_store(
     """Normalise, rotate and scale queries (in place) and keys; write keys and values, if given, to the cache.
 
     # q [T, heads, dim], k [T, kv_heads, dim], v [T, kv_heads, value_dim], caches [blocks, kv_heads, block_size, dim]
-    # and [blocks, kv_heads, block_size, value_dim], q_scales [T, 1] f32
+    # and [blocks, kv_heads, block_size, value_dim] with strides of `stored_size`, q_scales [T, 1] f32
     """
     assert (k is None) == (v is None)
     cos, sin = (None, None) if rotation is None else rotation
@@ -99,6 +100,8 @@ def rope_store(
         k_cache.shape[2],
         k_cache.stride(0),
         v_cache.stride(0),
+        k_cache.stride(2),
+        v_cache.stride(2),
     )
     weights = () if norms is None else (norms.q.weight, norms.k.weight)
     current().run(arguments, step, (q, k, v, *weights, cos, sin, q_scales, k_cache, v_cache))
@@ -122,8 +125,10 @@ def attention(
     `selection.select_blocks` returns them; None for all.
     """
     runtime = current()
-    num_tokens, heads, dim = q.shape
-    value_dim = v_cache.shape[3]
+    num_tokens, heads, _ = q.shape
+    dim, value_dim = k_cache.stride(2), v_cache.stride(2)
+    if q.shape[2] < dim:
+        q = gate_heads(q, None, dim)
     out = runtime.rows(num_tokens, heads * value_dim)
     arguments = structures.Attention(
         q.data_ptr(),
@@ -149,13 +154,20 @@ def attention(
         block,
     )
     runtime.run(arguments, step, (q, k_cache, v_cache, sinks, selected, out))
-    return out.view(num_tokens, heads, value_dim)
+    attended = out.view(num_tokens, heads, value_dim)
+    is_whole = v_cache.shape[3] == value_dim
+    return attended if is_whole else gate_heads(attended[..., : v_cache.shape[3]], None)
+
+
+def stored_size(dim: int) -> int:
+    """Return the elements that a key or value of `dim` elements takes in the cache: a size that products take."""
+    return dim if dim > structures.MAX_HEAD_DIM else max(DEPTH, -(-dim // 8) * 8)
 
 
 def supports(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether `rope_store` and `attention` support these shapes and dtypes."""
-    dims = k_cache.shape[3], v_cache.shape[3]
-    are_sized = all(dim % 8 == 0 and DEPTH <= dim <= structures.MAX_HEAD_DIM for dim in dims)
+    sizes = k_cache.stride(2), v_cache.stride(2)
+    are_sized = all(size % 8 == 0 and DEPTH <= size <= structures.MAX_HEAD_DIM for size in sizes)
     return runs(q, k_cache) and are_sized and k_cache.shape[2] % 16 == 0
 
 

@@ -242,7 +242,7 @@ void expand_codes(const void *arguments, const struct step *step, struct worker 
 void coded_grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct coded_grouped_linear *coded = arguments;
     const struct grouped_linear *op = &coded->grouped;
-    int64_t panels = op->out_features / PANEL, block = rows_to_stage(op->in_features);
+    int64_t panels = parts(op->out_features, PANEL), block = rows_to_stage(op->in_features);
     int64_t bytes = bytes_of_panel(&coded->codes, op->in_features);
     int64_t share = panels_of_task(1, bytes, panels, worker->threads), shares = parts(panels, share);
     struct run run = {.number = -1, .group = -1};

@@ -105,17 +105,19 @@ def grouped_linear(
     counts: torch.Tensor,
     *,
     tokens: torch.Tensor | None = None,
+    out_features: int | None = None,
 ) -> torch.Tensor:
     """Multiply the first `counts[0]` rows by the stack's first weight, the next `counts[1]` by the second, and so on.
 
     # [rows, in_features], [groups, out_features], [groups] int64 -> [rows, out_features]
 
     Rows past the sum of `counts` become 0. With `tokens` [rows] int64 the inputs are `x[tokens]`.
+    `out_features`: the outputs of one weight, which the stack pads to whole panels; None if it pads none.
     """
     _require_rows(x, weights)
     runtime = current()
     groups, num_rows = len(counts), len(x if tokens is None else tokens)
-    out_features = weights.out_features // groups
+    out_features = out_features or weights.out_features // groups
     out = runtime.rows(num_rows, out_features)
     arguments = weights.operators.grouped_linear(
         x.data_ptr(),
@@ -136,15 +138,15 @@ def grouped_linear(
     return out
 
 
-def linear_by_group(x: torch.Tensor, weights: PackedWeight) -> torch.Tensor:
-    """Multiply each group of columns by its weight of a stack.
+def linear_by_group(x: torch.Tensor, weights: PackedWeight, out_features: int) -> torch.Tensor:
+    """Multiply each group of columns by its weight of a stack, in which each is padded to whole panels.
 
-    # [T, groups, in], [groups * out, in] -> [T, groups * out]
+    # [T, groups, in], groups weights [out_features, in] -> [T, groups * out_features]
     """
     num_tokens, groups, in_features = x.shape
     _require_rows(x[:, 0], weights)
     assert x.stride(1) == in_features
-    out = current().rows(num_tokens, weights.out_features)
+    out = current().rows(num_tokens, groups * out_features)
     arguments = weights.operators.grouped_linear(
         x.data_ptr(),
         x.stride(0),
@@ -156,7 +158,7 @@ def linear_by_group(x: torch.Tensor, weights: PackedWeight) -> torch.Tensor:
         None,
         groups,
         in_features,
-        weights.out_features // groups,
+        out_features,
         1,
         *weights.options,
     )

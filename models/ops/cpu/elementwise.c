@@ -238,13 +238,14 @@ CLONES static void store_pair(const bf16 *first, const bf16 *second, int64_t dim
 /* A token's values, and the next one's if it is in the same pair. The other half of a pair may be written by another
  * thread: a single token's values are written one by one. */
 static void store_values(const struct rope_store *op, int64_t slot, int64_t token, int with_next) {
-    int64_t dim = op->value_dim, offset = slot % op->block_size;
-    bf16 *to = op->v_cache + slot / op->block_size * op->value_stride + offset / 2 * dim * 2 + offset % 2;
+    int64_t dim = op->value_dim, size = op->value_size, offset = slot % op->block_size;
+    bf16 *to = op->v_cache + slot / op->block_size * op->value_stride + offset / 2 * size * 2 + offset % 2;
     const bf16 *v = op->v + token * op->v_stride;
-    for (int64_t head = 0; head < op->kv_heads; head++, v += dim, to += op->block_size * dim) {
-        if (with_next) store_pair(v, v + op->v_stride, dim, to);
+    for (int64_t head = 0; head < op->kv_heads; head++, v += dim, to += op->block_size * size) {
+        if (with_next && dim >= LANES) store_pair(v, v + op->v_stride, dim, to);
         else
-            for (int64_t i = 0; i < dim; i++) to[2 * i] = v[i];
+            for (int next = 0; next <= with_next; next++)
+                for (int64_t i = 0; i < dim; i++) to[2 * i + next] = v[next * op->v_stride + i];
     }
 }
 
@@ -256,10 +257,12 @@ static void store_keys(const struct rope_store *op, int64_t slot, int64_t token)
         .by = op->q_scales ? op->q_scales[token] : 1, .is_rotated_first = (int)op->is_rotated_first};
     set_angles(&turn, op->cos + token * op->rotary_dim, op->sin + token * op->rotary_dim);
     bf16 *q = op->q + token * op->q_stride;
-    bf16 *to = op->k_cache + slot / op->block_size * op->block_stride + slot % op->block_size * dim;
+    bf16 *to = op->k_cache + slot / op->block_size * op->block_stride + slot % op->block_size * op->key_size;
     if (op->q_norm || op->rotary_dim || op->q_scales) turn_heads(&turn, q, op->q_norm, op->heads, q, dim);
     turn.by = 1;
-    turn_heads(&turn, op->k + token * op->k_stride, op->k_norm, op->kv_heads, to, op->block_size * dim);
+    turn_heads(&turn, op->k + token * op->k_stride, op->k_norm, op->kv_heads, to, op->block_size * op->key_size);
+    for (int64_t head = 0; head < op->kv_heads && dim < op->key_size; head++)
+        memset(to + head * op->block_size * op->key_size + dim, 0, (op->key_size - dim) * sizeof(bf16));
 }
 
 static void store_tokens(const struct rope_store *op, const struct step *step, int64_t first, int64_t past) {
@@ -280,14 +283,14 @@ static void clear_rest(const struct rope_store *op, const struct step *step, int
     if (query_len == 0 || offset > query_len - 1) return; /* cleared by the step that began the block */
     int64_t block = step->slots[step->query_starts[row + 1] - 1] / op->block_size;
     for (int64_t head = 0; head < op->kv_heads; head++) {
-        bf16 *values = op->v_cache + block * op->value_stride + head * op->block_size * op->value_dim;
+        bf16 *values = op->v_cache + block * op->value_stride + head * op->block_size * op->value_size;
         int64_t from = offset + 1;
         if (from % 2) {
-            bf16 *other = values + from / 2 * op->value_dim * 2 + 1;
-            for (int64_t i = 0; i < op->value_dim; i++) other[2 * i] = 0;
+            bf16 *other = values + from / 2 * op->value_size * 2 + 1;
+            for (int64_t i = 0; i < op->value_size; i++) other[2 * i] = 0;
             from++;
         }
-        memset(values + from * op->value_dim, 0, (op->block_size - from) * op->value_dim * sizeof(bf16));
+        memset(values + from * op->value_size, 0, (op->block_size - from) * op->value_size * sizeof(bf16));
     }
 }
 
@@ -367,8 +370,11 @@ CLONES static void gate_head(const bf16 *x, const bf16 *gates, int is_of_head, b
 void gate_heads(const void *arguments, const struct step *step, struct worker *worker) {
     const struct gate_heads *op = arguments;
     for (int64_t token; (token = take_task(worker)) < step->num_tokens;)
-        for (int64_t head = 0; head < op->heads; head++)
+        for (int64_t head = 0; head < op->heads; head++) {
+            bf16 *out = op->out + token * op->out_stride + head * op->out_step;
             gate_head(op->x + token * op->x_stride + head * op->x_step,
-                      op->gate ? op->gate + token * op->gate_stride + head * op->gate_step : NULL, op->is_of_head,
-                      op->out + token * op->out_stride + head * op->out_step, op->dim);
+                      op->gate ? op->gate + token * op->gate_stride + head * op->gate_step : NULL, op->is_of_head, out,
+                      op->dim);
+            if (op->zeros) memset(out + op->dim, 0, op->zeros * sizeof(bf16));
+        }
 }

@@ -12,14 +12,15 @@ _MAX_TAPS = 64
 """Limit of a convolution's taps; a thread's scratch holds the weights and inputs of all taps."""
 
 
-def gate_heads(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+def gate_heads(x: torch.Tensor, gate: torch.Tensor | None, size: int | None = None) -> torch.Tensor:
     """Compute `x * sigmoid(gate)` with contiguous heads in the output; `gate` may be [T, heads], one per head.
 
-    # 2 x [T, heads, dim] -> [T, heads, dim]
+    # 2 x [T, heads, dim] -> [T, heads, dim], or [T, heads, size] with zeros after each head
     """
     runtime = current()
     num_tokens, heads, dim = x.shape
-    out = runtime.rows(num_tokens, heads * dim)
+    size = size or dim
+    out = runtime.rows(num_tokens, heads * size)
     arguments = structures.GateHeads(
         x.data_ptr(),
         x.stride(0),
@@ -29,13 +30,14 @@ def gate_heads(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         0 if gate is None else gate.stride(1),
         out.data_ptr(),
         out.stride(0),
-        dim,
+        size,
         heads,
         dim,
         gate is not None and gate.dim() == 2,
+        size - dim,
     )
     runtime.run(arguments, Step(num_tokens=num_tokens), (x, gate, out))
-    return out.view(num_tokens, heads, dim)
+    return out.view(num_tokens, heads, size)
 
 
 def supports(

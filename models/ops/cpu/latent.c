@@ -35,26 +35,29 @@ CLONES static void rotate(const struct latent_store *op, int64_t token, const bf
 
 /* A token's vector. */
 static bf16 *cached_at(const struct latent_store *op, int64_t slot) {
-    int64_t dim = op->rank + op->rope;
-    return op->cache + slot / op->block_size * op->block_stride + slot % op->block_size * dim;
+    return op->cache + slot / op->block_size * op->block_stride + slot % op->block_size * op->size;
 }
 
 static void store_token(const struct latent_store *op, const struct step *step, int64_t token) {
-    int64_t dim = op->rank + op->rope, q_dim = op->nope + op->rope;
+    int64_t q_dim = op->nope + op->rope, zeros = (op->size - op->rank - op->rope) * sizeof(bf16);
     const bf16 *q = op->q + token * op->q_stride + op->nope, *latent = op->latent + token * op->latent_stride;
-    bf16 *latent_q = op->latent_q + token * op->heads * dim + op->rank, *cached = cached_at(op, step->slots[token]);
-    for (int64_t head = 0; head < op->heads; head++) rotate(op, token, q + head * q_dim, latent_q + head * dim);
+    bf16 *latent_q = op->latent_q + token * op->heads * op->size + op->rank, *cached = cached_at(op, step->slots[token]);
+    for (int64_t head = 0; head < op->heads; head++, latent_q += op->size) {
+        rotate(op, token, q + head * q_dim, latent_q);
+        if (zeros) memset(latent_q + op->rope, 0, zeros);
+    }
     norm_latent(op, latent, cached);
     rotate(op, token, latent + op->rank, cached + op->rank);
+    memset(cached + op->rank + op->rope, 0, zeros);
 }
 
 /* Values of an earlier owner after a block's last token may not be finite, and are multiplied by 0. */
 static void clear_rest(const struct latent_store *op, const struct step *step, int64_t row) {
-    int64_t query_len = step->query_starts[row + 1] - step->query_starts[row], dim = op->rank + op->rope;
+    int64_t query_len = step->query_starts[row + 1] - step->query_starts[row];
     int64_t offset = (step->seq_lens[row] - 1) % op->block_size, rest = op->block_size - 1 - offset;
     if (query_len == 0 || offset > query_len - 1) return; /* cleared by the step that began the block */
     bf16 *last = cached_at(op, step->slots[step->query_starts[row + 1] - 1]);
-    memset(last + dim, 0, rest * dim * sizeof(bf16));
+    memset(last + op->size, 0, rest * op->size * sizeof(bf16));
 }
 
 /* Tasks: tokens, then rows. */

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from models.ops.cpu import structures
-from models.ops.cpu.packed_weight import DEPTH, PANEL, PackedWeight
+from models.ops.cpu.packed_weight import DEPTH, PackedWeight, padded
 from models.ops.cpu.runtime import current, pointer, runs
 from models.ops.cpu.structures import Step
 
@@ -28,7 +28,7 @@ class PackedHeads:
 def _stack(weights: torch.Tensor) -> PackedWeight:
     """Pack one weight per head, each padded to whole panels. # [heads, out_features, in_features]"""
     heads, out_features, in_features = weights.shape
-    rows = -(-out_features // PANEL) * PANEL
+    rows = padded(out_features)
     packed = PackedWeight(heads * rows, in_features)
     for head, weight in enumerate(weights):
         packed.put(head * rows, weight)
@@ -38,20 +38,24 @@ def _stack(weights: torch.Tensor) -> PackedWeight:
 def supports(q: torch.Tensor, cache: torch.Tensor, rank: int) -> bool:
     """Whether the operators support these shapes and dtypes. # [T, H, nope + rope], [blocks, block_size, rank +
     rope]"""
-    block_size, dim = cache.shape[1:]
-    fits = rank <= structures.MAX_LATENT_RANK and dim <= structures.MAX_LATENT_DIM
-    return runs(q, cache) and fits and rank % DEPTH == 0 and dim % DEPTH == 0 and block_size % 16 == 0
+    block_size, size = cache.shape[1], cache.stride(1)
+    fits = rank <= structures.MAX_LATENT_RANK and size <= structures.MAX_LATENT_DIM
+    return runs(q, cache) and fits and size % DEPTH == 0 and block_size % 16 == 0
 
 
-def latent_queries(q: torch.Tensor, heads: PackedHeads, rope_dim: int) -> torch.Tensor:
-    """Project queries to the latent space; the rotated part of the result is left unset.
+def stored_size(dim: int) -> int:
+    """Return the elements that a vector of `dim` elements takes in the cache: a size that products take."""
+    return dim if dim > structures.MAX_LATENT_DIM else padded(dim)
 
-    # [T, H, nope + rope] -> [T, H, rank + rope]
+
+def latent_queries(q: torch.Tensor, heads: PackedHeads, size: int) -> torch.Tensor:
+    """Project queries to the latent space; the part of the result after the rank is left unset.
+
+    # [T, H, nope + rope] -> [T, H, size]
     """
-    dim = heads.rank + rope_dim
-    out = current().rows(len(q), heads.num_heads * dim)
-    _headed_linear(q, heads.nope_dim, heads.keys, out, dim, heads.rank)
-    return out.view(len(q), heads.num_heads, dim)
+    out = current().rows(len(q), heads.num_heads * size)
+    _headed_linear(q, heads.nope_dim, heads.keys, out, size, heads.rank)
+    return out.view(len(q), heads.num_heads, size)
 
 
 def latent_values(attended: torch.Tensor, heads: PackedHeads) -> torch.Tensor:
@@ -94,7 +98,8 @@ def latent_store(
 ) -> None:
     """Rotate queries into `latent_q`; normalise latents, rotate the heads' shared key, and write both to the cache.
 
-    # q [T, H, nope + rope], latent [T, rank + rope], latent_q [T, H, rank + rope], cache [blocks, block_size, same]
+    # q [T, H, nope + rope], latent [T, rank + rope], latent_q [T, H, size], cache [blocks, block_size, rank + rope]
+    # with a stride of `size`
 
     `norm`: weight and epsilon. `is_interleaved`: whether adjacent dimensions are rotated as a pair, else halves.
     """
@@ -119,6 +124,7 @@ def latent_store(
         cache.data_ptr(),
         cache.shape[1],
         cache.stride(0),
+        cache.stride(1),
     )
     current().run(arguments, step, (q, latent, latent_q, weight, cos, sin, cache))
 
@@ -145,14 +151,15 @@ def latent_attention(
     entries: Entries | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend to cached vectors, whose first `rank` elements are the values. # [T, H, dim] -> [T, H, rank]
+    """Attend to cached vectors, whose first `rank` elements are the values. # [T, H, size] -> [T, H, rank]
 
     Attends to the sequence's vectors in `cache`, with `window` only to the last ones, and to `entries`. `sinks` [H]
     float32.
     """
     runtime = current()
     num_tokens, heads, dim = q.shape
-    out = runtime.rows(num_tokens, heads * rank)
+    width = padded(rank)  # Values are computed in whole steps, so that the last may include elements after the rank.
+    out = runtime.rows(num_tokens, heads * width)
     selected = None if entries is None else entries.selected
     arguments = structures.LatentAttention(
         q.data_ptr(),
@@ -161,7 +168,7 @@ def latent_attention(
         out.stride(0),
         pointer(cache),
         heads,
-        rank,
+        width,
         dim,
         0 if cache is None else cache.shape[1],
         0 if cache is None else cache.stride(0),
@@ -176,4 +183,4 @@ def latent_attention(
         pointer(sinks),
     )
     runtime.run(arguments, step, (q, cache, None if entries is None else entries.vectors, selected, sinks, out))
-    return out.view(num_tokens, heads, rank)
+    return out.view(num_tokens, heads, width)[..., :rank]

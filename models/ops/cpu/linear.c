@@ -208,7 +208,7 @@ void clear_past_runs(const struct grouped_linear *op, const struct step *step, s
 /* Tasks: groups that have rows, each with one share of the panels after the other; then the rows after the last run. */
 void grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct grouped_linear *op = arguments;
-    int64_t steps = parts(op->in_features, DEPTH), panels = op->out_features / PANEL;
+    int64_t steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
     int64_t block = rows_of_block(steps * DEPTH), bytes = steps * STEP * sizeof(bf16);
     int64_t share = panels_of_task(1, bytes, panels, worker->threads), shares = parts(panels, share);
     struct run run = {.number = -1, .group = -1};

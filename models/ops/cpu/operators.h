@@ -131,6 +131,7 @@ struct rope_store {
     const float *q_scales;       /* [tokens] factors of the queries, or NULL */
     bf16 *k_cache, *v_cache;     /* see attention.c */
     int64_t block_size, block_stride, value_stride; /* to the next block of keys, and of values */
+    int64_t key_size, value_size; /* elements of a stored key, which zeros complete, and of a stored value */
 };
 
 struct attention {
@@ -180,7 +181,7 @@ struct grouped_linear {
     const bf16 *x; /* [rows, in_features]; with `tokens` [tokens, in_features] */
     int64_t x_stride;
     const int64_t *tokens; /* [rows] rows of x in this order, or NULL: as they are */
-    const bf16 *weight; /* packed, one after the other: out_features is a multiple of PANEL */
+    const bf16 *weight; /* packed, one after the other, each padded to a multiple of PANEL outputs */
     const bf16 *bias;   /* [groups, out_features] or NULL */
     bf16 *out;          /* [rows, out_features], 0 past the last run */
     int64_t out_stride;
@@ -203,7 +204,7 @@ struct headed_linear {
 struct latent_store {
     const bf16 *q; /* [tokens, heads, nope + rope] */
     int64_t q_stride;
-    bf16 *latent_q; /* [tokens, heads, rank + rope], of which the last are written */
+    bf16 *latent_q; /* [tokens, heads, size], of which those after the first `rank` are written */
     int64_t heads, nope, rank, rope;
     const bf16 *latent; /* [tokens, rank + rope] */
     int64_t latent_stride;
@@ -211,8 +212,9 @@ struct latent_store {
     double eps;
     const float *cos, *sin; /* as of rope_table */
     int64_t is_interleaved; /* whether adjacent dimensions are rotated together, and then stored in halves */
-    bf16 *cache;            /* [blocks, block_size, rank + rope] */
+    bf16 *cache;            /* [blocks, block_size, size] */
     int64_t block_size, block_stride;
+    int64_t size; /* rank + rope, and the zeros after them */
 };
 
 /* Cached vectors of a sequence, one for each `rate` tokens, in the block of the last of these tokens. */
@@ -283,6 +285,7 @@ struct gate_heads {
     int64_t out_stride, out_step;
     int64_t heads, dim;
     int64_t is_of_head; /* whether each gate applies to a whole head: [tokens, heads] */
+    int64_t zeros;      /* elements that are cleared after each head of the output */
 };
 
 /* Heads with states, of one row, which a thread takes as one task. */

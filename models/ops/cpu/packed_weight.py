@@ -72,9 +72,14 @@ class PackedWeight:
         raise NotImplementedError
 
 
+def padded(features: int) -> int:
+    """Return the number of outputs or inputs that a packed weight of `features` holds."""
+    return -(-features // PANEL) * PANEL
+
+
 def dense_elements(out_features: int, in_features: int) -> int:
     """Return the number of elements of a padded dense weight."""
-    return (-(-out_features // PANEL) * PANEL) * (-(-in_features // DEPTH) * DEPTH)
+    return padded(out_features) * padded(in_features)
 
 
 # Packed weights of 8 or 4 bits.
@@ -296,7 +301,7 @@ class CodedWeight(PackedWeight):
     def begin(self, form: "_Form", order: torch.Tensor | None = None) -> None:
         """Allocate memory for codes of that form."""
         kind, width, scales, groups, has_zeros = self._form = form
-        inputs = -(-self.in_features // DEPTH) * DEPTH
+        inputs = padded(self.in_features)
         group = min(width, inputs) if groups > 1 else inputs
         of_group = PANEL * (scales.itemsize + has_zeros)
         bits = 4 if kind in ("int4", "mxfp4") else 8
@@ -340,5 +345,5 @@ def weight_of(form: list[Any], out_features: int, in_features: int, memory: torc
 
 def quantized_bytes(out_features: int, in_features: int, bits: Literal[4, 8]) -> int:
     """Return the bytes of a rounded weight's values and its bfloat16 scales."""
-    outputs, inputs = -(-out_features // PANEL) * PANEL, -(-in_features // BLOCK) * BLOCK
+    outputs, inputs = padded(out_features), -(-in_features // BLOCK) * BLOCK
     return outputs * inputs * bits // 8 + outputs * inputs // group_of(bits) * 2

@@ -274,7 +274,8 @@ void quantized_greedy_head(const struct greedy_head *op, const struct step *step
 void quantized_grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct quantized_grouped_linear *quantized = arguments;
     const struct grouped_linear *op = &quantized->grouped;
-    int64_t blocks = parts(op->in_features, BLOCK), panels = op->out_features / PANEL, at_once = staged_rows(blocks);
+    int64_t blocks = parts(op->in_features, BLOCK), panels = parts(op->out_features, PANEL);
+    int64_t at_once = staged_rows(blocks);
     int64_t bytes = blocks * bytes_of_block(quantized->bits);
     int64_t share = panels_of_task(1, bytes, panels, worker->threads), shares = parts(panels, share);
     struct run run = {.number = -1, .group = -1};

@@ -107,7 +107,7 @@ class RopeStore(Arguments):
     _fields_: ClassVar = _declared(
         "*q *k *v q_stride k_stride v_stride heads kv_heads dim value_dim *q_norm *k_norm offset:double "
         "eps:double *cos *sin rotary_dim is_rotated_first *q_scales *k_cache *v_cache block_size block_stride "
-        "value_stride"
+        "value_stride key_size value_size"
     )
 
 
@@ -188,7 +188,7 @@ class LatentStore(Arguments):
     kind = 14
     _fields_: ClassVar = _declared(
         "*q q_stride *latent_q heads nope rank rope *latent latent_stride *norm eps:double *cos *sin is_interleaved "
-        "*cache block_size block_stride"
+        "*cache block_size block_stride size"
     )
 
 
@@ -227,7 +227,7 @@ class GateHeads(Arguments):
 
     kind = 16
     _fields_: ClassVar = _declared(
-        "*x x_stride x_step *gate gate_stride gate_step *out out_stride out_step heads dim is_of_head"
+        "*x x_stride x_step *gate gate_stride gate_step *out out_stride out_step heads dim is_of_head zeros"
     )
 
 
