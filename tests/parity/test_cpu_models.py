@@ -238,6 +238,8 @@ def assert_independent(checkpoint: Path, *, is_one_call: bool = True) -> None:
         ("Qwen2MoeForCausalLM", {"head_dim": 32, "hidden_size": 128, "moe_intermediate_size": 44}),
         ("DeepseekV3ForCausalLM", {"kv_lora_rank": 20, "moe_intermediate_size": 36}),
         ("FalconH1ForCausalLM", {"head_dim": 12, "num_attention_heads": 9, "num_key_value_heads": 3}),
+        ("Glm5NextForCausalLM", {"kv_lora_rank": 20}),
+        ("DeepseekV4ForCausalLM", {"o_lora_rank": 20, "q_lora_rank": 36}),
     ],
 )
 def test_sizes_that_are_no_multiples_are_computed_by_operators(
@@ -245,7 +247,7 @@ def test_sizes_that_are_no_multiples_are_computed_by_operators(
 ) -> None:
     """Heads of any size, latents of any rank, experts of any size."""
     first = next(each for each in all_variants() if each.architecture == architecture)
-    checkpoint = make_checkpoint(tmp_path, first.family, dtype=torch.bfloat16, **(first.overrides | sizes))
+    checkpoint = make_checkpoint(tmp_path, first.family, dtype=torch.bfloat16, **(_fields(first) | sizes))
     assert_independent(checkpoint)
     exact, rounded = Reference(checkpoint), Reference(checkpoint, torch.bfloat16)
     if hasattr(rounded.model.config, "num_experts_per_tok"):
