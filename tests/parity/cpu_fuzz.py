@@ -23,7 +23,7 @@ from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
 from models.ops.cpu import sampling as sampling_ops
 from models.ops.cpu import selection as selection_ops
-from models.ops.cpu.packed_weight import CodedWeight, PackedWeight, QuantizedWeight
+from models.ops.cpu.packed_weight import CodedWeight, PackedWeight, QuantizedWeight, padded
 from models.ops.types import CLAMPED_SILU, SILU, AttentionOptions
 from models.ops.weight_formats import Codes, nibbles
 from tests.parity.test_cpu_codes import KINDS, assert_same_products, random_codes
@@ -78,15 +78,16 @@ def _products(draw: random.Random, seed: int) -> None:
     assert torch.equal(ops.embed(ids, packed(weight)), weight[ids])
     assert torch.equal(ops.embed(ids, packed(weight), 3.7), weight[ids] * 3.7)
     counts = [*(draw.choice((0, 1, 3, 40)) for _ in range(draw.randint(0, 4))), draw.choice((1, 3))]
-    stack = bf16(len(counts), 32, inputs, seed=seed)
-    pairs, weights = bf16(sum(counts), inputs, seed=seed), PackedWeight(len(counts) * 32, inputs)
-    weights.put(0, stack.view(-1, inputs))
-    found = ops.grouped_linear(pairs, weights, None, torch.tensor(counts))
+    stack, apart = bf16(len(counts), outputs, inputs, seed=seed), padded(outputs)
+    pairs, weights = bf16(sum(counts), inputs, seed=seed), PackedWeight(len(counts) * apart, inputs)
+    for number, one in enumerate(stack):
+        weights.put(number * apart, one)
+    found = ops.grouped_linear(pairs, weights, None, torch.tensor(counts), out_features=outputs)
     parts = [rows.float() @ one.float().T for rows, one in zip(pairs.split(counts), stack, strict=True)]
     _close(found, torch.cat(parts))
     by_group = bf16(rows, len(counts), inputs, seed=seed)
     _close(
-        ops.linear_by_group(by_group, weights),
+        ops.linear_by_group(by_group, weights, outputs),
         torch.einsum("tgi,goi->tgo", by_group.float(), stack.float()).flatten(1),
     )
 
