@@ -7,10 +7,8 @@ side.
 """
 
 import asyncio
-import gc
 import logging
 import math
-import resource
 import socket
 import sys
 import time
@@ -29,6 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config
 from engine.config.settings import ModelList
+from engine.full_collections import FullCollections
 from server.access_log import HEADER, new_request_id
 from server.app import create_app
 from server.batches.runner import BatchRunner
@@ -86,16 +85,6 @@ _SHUTDOWN_SECONDS = 5
 _HURRIED_SECONDS = 0.5
 """That time after a second signal."""
 
-_MOST_OBJECTS = 10_000
-"""Objects that a full garbage collection visits in about 4 ms."""
-
-_LEAST_GROWTH_BYTES, _GROWTH_SHARE = 256 * 2**20, 1 / 4
-"""Growth of the process's memory after which a full garbage collection happens, however long it takes: in bytes, and
-relative to the memory after the last one, so that few happen on the way to a large memory."""
-
-_COUNTING_SHARE = 1 / 1000
-"""Counting the objects of the oldest generation, 50 ns each, takes at most 1 / 1000 of the time."""
-
 
 class HeadTooLarge(BadRequest):
     """The request line and headers exceed `MAX_HEAD_BYTES`, or there are more than `_MAX_HEADERS` headers."""
@@ -113,6 +102,9 @@ class RequestTurns:
     A light party, which lately sent less than half of the mean number of requests of all parties, precedes the
     others, to which one request of each round is left. Rounds are short only while there is a light party, because
     fewer requests per round make smaller batches for the engine.
+
+    While waiting parties have several requests each, a request of another party precedes these, too. Parties whose
+    requests come in bursts are light when one begins, so that a party with steady requests would wait for all others.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -127,6 +119,11 @@ class RequestTurns:
         """Waiting requests by party; parties are in the order of their turns."""
         self._light: dict[str, deque[asyncio.Future[None]]] = {}
         """The same for requests that came when their party was light."""
+        self._single: dict[str, deque[asyncio.Future[None]]] = {}
+        """The same for requests that came while others had several requests each and theirs had none."""
+        self._numbers: dict[str, int] = {}
+        """Number of waiting requests by party."""
+        self._num_waiting = 0
         self._is_round_due = False
         self._counts: dict[str, float] = {}
         """Recent requests by party."""
@@ -136,12 +133,17 @@ class RequestTurns:
     async def take(self, party: str) -> None:
         """Wait until a request of the party may begin."""
         is_light = self._count(party)
-        if self._left and not self._waiting and not self._light:
+        if self._left and not self._num_waiting:
             self._left -= 1
             self._expect_round()
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        (self._light if is_light else self._waiting).setdefault(party, deque()).append(turn)
+        waiting = self._light if is_light else self._waiting
+        if party not in self._numbers and self._num_waiting >= 2 * len(self._numbers) > 0:
+            waiting = self._single
+        waiting.setdefault(party, deque()).append(turn)
+        self._numbers[party] = self._numbers.get(party, 0) + 1
+        self._num_waiting += 1
         self._expect_round()
         await turn
 
@@ -172,6 +174,7 @@ class RequestTurns:
         is_long = now - self._expected_at > most_seconds
         self._most = max(self._most // 2, _LEAST_BEGUN) if is_long else min(self._most + 1, _BEGUN_AT_ONCE)
         self._left = self._most
+        self._begin(self._single, 1 if self._light or self._waiting else 0)
         self._begin(self._light, 1 if self._waiting else 0)
         self._begin(self._waiting, 0)
         if self._left < self._most:
@@ -185,49 +188,13 @@ class RequestTurns:
             turn = turns.popleft()
             if turns:
                 waiting[party] = turns
+            self._num_waiting -= 1
+            self._numbers[party] -= 1
+            if not self._numbers[party]:
+                del self._numbers[party]
             if not turn.done():  # A turn is done if its task was cancelled.
                 turn.set_result(None)
                 self._left -= 1
-
-
-class FullCollections:
-    """Lets full garbage collections happen only while they are short, instead of whenever the interpreter would.
-
-    A full collection holds the interpreter's lock for 0.4 microseconds per object, and a waiting request has some 200.
-    The other collections visit only new objects and stay automatic. Requests and connections leave no reference
-    cycles, so that they need no collection; should others leave some, the growth of memory limits what they hold, but
-    not how many descriptors they keep open.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic, resident: Callable[[], int] | None = None) -> None:
-        """`resident` returns the bytes of the process's memory."""
-        self._clock = clock
-        self._resident = resident or _resident_bytes
-        self._set_most_resident()
-        self._look_at = 0.0
-        young, middle, _ = gc.get_threshold()
-        self._num_due = middle
-        """Number of collections of the middle generation after which a full one is due, as in the interpreter."""
-        gc.set_threshold(young, middle, 2**31 - 1)
-
-    def look(self) -> None:
-        """Collect if a collection is due, and it is short or the memory has grown much."""
-        if gc.get_count()[2] < self._num_due or (began := self._clock()) < self._look_at:
-            return
-        if len(gc.get_objects(2)) > _MOST_OBJECTS and self._resident() < self._most_resident:
-            self._look_at = began + (self._clock() - began) / _COUNTING_SHARE
-            return
-        gc.collect()
-        self._set_most_resident()
-
-    def _set_most_resident(self) -> None:
-        resident = self._resident()
-        self._most_resident = resident + max(_LEAST_GROWTH_BYTES, int(_GROWTH_SHARE * resident))
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 class _Flow(FlowControl):

@@ -19,6 +19,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.sockets import AdapterRead, Incoming, InputQueue, OutputQueue
 from engine.core.step_pipeline import ModelRunnerInterface, OnRead, StepPipeline
 from engine.distributed.flight_record import FlightRecord
+from engine.full_collections import FullCollections
 from engine.messages import (
     AbortRequests,
     CacheReleased,
@@ -79,10 +80,12 @@ class EngineCore:
         sentinel_counts: Callable[[], tuple[int, int]] | None = None,
         record: FlightRecord | None = None,
         kv_events: KVEventPublisher | None = None,
+        collections: FullCollections | None = None,
     ) -> None:
         """The parameters before `prepare_while_idle` are passed to the scheduler, except `generates`, which is false
         if the model only pools prompts. `record` stores the ids of the sequences in running steps. `kv_events`
-        publishes which blocks are cached.
+        publishes which blocks are cached. `collections` collects garbage between two steps; without it the interpreter
+        does.
 
         `device_memory` returns the GPU memory that this process uses and the total, in bytes; None on a CPU.
 
@@ -123,6 +126,7 @@ class EngineCore:
         self._suspects: deque[Sequence] = deque()
         """Sequences in whose step an earlier core died. Each is first computed alone."""
         self._stopping = False
+        self._collections = collections
         self._prepare_while_idle = prepare_while_idle
         self._device_memory = device_memory
         self._sentinel_counts = sentinel_counts
@@ -142,6 +146,8 @@ class EngineCore:
         self.pull_and_process_input_queue()
         while not self._stopping:
             self._process_engine_step()
+            if self._collections is not None:
+                self._collections.look()
             self.pull_and_process_input_queue()
 
     def produce_token(self) -> None:

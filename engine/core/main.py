@@ -27,6 +27,7 @@ from engine.distributed.logs import configure_logging
 from engine.distributed.processes import begin_child, end_with_parent, name_process
 from engine.distributed.rank_link import RankError
 from engine.distributed.rank_manager import AsyncIOProcManager
+from engine.full_collections import FullCollections
 from engine.messages import Failed, Ready
 from engine.text.structured.matcher import Matchers
 
@@ -211,6 +212,7 @@ def _core(
         "kv_events": None
         if events.kv_events_endpoint is None
         else KVEventPublisher(events, replica, config.kv_cache_block_size),
+        "collections": FullCollections(),
     }
     if links is None:
         return EngineCore(config, runner, *queues, **options)

@@ -624,7 +624,7 @@ class Scheduler:
         owner = self._shares.lightest(self._may_start())
         if owner is None or not self._is_light(owner) or self._is_waited_for(owner, self._blocked):
             return None
-        step = self.step_budget.interposed_step(self.limits.num_tokens)
+        step = self.step_budget.interposed_step(self.limits.num_tokens, self._shares.recent(owner))
         first = self.waiting.first_of(owner)
         if paused is None and not self._submitted and self._is_short(step, first):
             # At most once for each interposed step, whose number is bounded.

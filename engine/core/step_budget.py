@@ -63,6 +63,9 @@ that were served less; for an owner with less service, proportionally fewer."""
 _INTERPOSED_BOUND, _LEAST_BOUND = 0.5, 0.02
 """The steps interposed in one step take at most the first number times its bound, and streams wait longer by that.
 A bound counts as at least the second number of seconds, for small models, and as at most `max_step_seconds`."""
+_LEFT_OF_BOUND = 0.3
+"""Part of that time that an owner with the mean recent service leaves to owners that were served less; an owner with
+less service leaves proportionally less."""
 _MOST_SERVICE_ADDED = 1.0
 """Short prompts of an owner with at most this recent service are added to a regular step, beyond its bound. Steps
 interposed in it have the rest of the time."""
@@ -141,8 +144,9 @@ class StepBudget:
         self._fixed = 0.0
         """Predicted fixed cost of the next step, in seconds."""
         self._turn = 0
-        self._interposed_left = 0.0
-        """Seconds that prompts beyond the current step's bound may still take, added to it or interposed."""
+        self._most_interposed = self._interposed_left = 0.0
+        """Seconds that prompts beyond the current step's bound may take, and may still take, added to it or
+        interposed."""
         self._allowance = 0.0
         """Seconds that interposed steps may now take beyond the time that their tokens would add to other steps."""
         self._added_left = math.inf
@@ -176,8 +180,9 @@ class StepBudget:
             shared += (_SHARED_COSTS - _SHORT_COSTS) * min(spare, self._fixed)
         self._bound = bound if self.is_alone else min(bound, max(shared, _LEAST))
         self._allowed_until = now
-        self._interposed_left = _INTERPOSED_BOUND * min(self._max_seconds, max(self._bound, _LEAST_BOUND))
-        self._added_left = min(self._added_left + _ADDED_SHARE * passed, _MOST_ADDED * self._interposed_left)
+        self._most_interposed = _INTERPOSED_BOUND * min(self._max_seconds, max(self._bound, _LEAST_BOUND))
+        self._interposed_left = self._most_interposed
+        self._added_left = min(self._added_left + _ADDED_SHARE * passed, _MOST_ADDED * self._most_interposed)
 
     def may_pause(self, batch: ScheduledBatch) -> bool:
         """Return whether a step is long enough to interpose others."""
@@ -200,13 +205,20 @@ class StepBudget:
         """
         if not self.has_allowance or service > _MOST_SERVICE or (self.is_alone and owner in self._owners):
             return False
-        return self._allowance >= self._fixed * (1.0 + _MOST_LEFT * service / _MOST_SERVICE)
+        if self._allowance < self._fixed * (1.0 + _MOST_LEFT * service / _MOST_SERVICE):
+            return False
+        return self._left_for(service) >= self._fixed
 
-    def interposed_step(self, num_tokens: int) -> StepBuilder:
-        """Create a step to interpose, of at most `num_tokens` tokens, with the time that its prompts may take."""
+    def interposed_step(self, num_tokens: int, service: float) -> StepBuilder:
+        """Create a step to interpose for an owner with this recent service, of at most `num_tokens` tokens, with the
+        time that its prompts may take."""
         step = StepBuilder(min(self._max_interposed_tokens, num_tokens), 0)
-        step.seconds = self._interposed_left - self._fixed
+        step.seconds = self._left_for(service) - self._fixed
         return step
+
+    def _left_for(self, service: float) -> float:
+        """Return the time beyond the current step's bound for an owner with this recent service."""
+        return self._interposed_left - _LEFT_OF_BOUND * service * self._most_interposed
 
     def seconds_to_add(self, service: float) -> float:
         """Return the time beyond a short step's bound for short prompts of an owner with this recent service."""
@@ -214,7 +226,7 @@ class StepBudget:
             return 0.0
         if service > _MOST_SERVICE_ADDED:
             return 0.0
-        return max(0.0, min(self._interposed_left, self._added_left))
+        return max(0.0, min(self._left_for(service), self._added_left))
 
     def note_added(self, seconds: float) -> None:
         """Subtract prompts that were added beyond the step's bound from the time of steps interposed in it."""

@@ -10,6 +10,7 @@ from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config.config import Config
 from engine.core.engine_core import EngineCore
 from engine.distributed.flight_record import FlightRecord
+from engine.full_collections import FullCollections
 from engine.messages import AbortRequests, RequestOutput, Shutdown, StepOutputs, Stopped
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -76,11 +77,13 @@ class Bench:
 
     defaults: ClassVar[dict[str, Any]] = {"num_kvcache_blocks": NUM_BLOCKS, "max_num_seqs": 8, "eos_token_id": 2}
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, collections: FullCollections | None = None, **settings: Any) -> None:
         config = Config(**{**self.defaults, **settings})
         self.runner = StubRunner()
         self.record = FlightRecord.of_its_own(config.max_num_seqs)
-        self.core = EngineCore(config, self.runner, SimpleQueue(), SimpleQueue(), record=self.record)
+        self.core = EngineCore(
+            config, self.runner, SimpleQueue(), SimpleQueue(), record=self.record, collections=collections
+        )
 
     def add(self, seq_id: int, num_prompt_tokens: int = 3, max_tokens: int = 4, *, suspect: bool = False) -> None:
         prompt = [10 + seq_id] * num_prompt_tokens

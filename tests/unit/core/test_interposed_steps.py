@@ -210,10 +210,21 @@ def test_prompts_that_are_added_to_a_step_and_those_interposed_in_it_share_its_t
     budget = made.scheduler.step_budget
     assert budget is not None
     budget.begin_step(["heavy", "light"], made.now, has_slot=True)
-    free, most = budget.interposed_step(512).seconds, budget.seconds_to_add(0.0)
+    free, most = budget.interposed_step(512, 0.0).seconds, budget.seconds_to_add(0.0)
     budget.note_added(0.75 * most)
-    assert budget.interposed_step(512).seconds == pytest.approx(free - 0.75 * most)
+    assert budget.interposed_step(512, 0.0).seconds == pytest.approx(free - 0.75 * most)
     assert budget.seconds_to_add(0.0) == pytest.approx(0.25 * most)
+
+
+def test_prompts_that_are_added_to_a_step_leave_time_for_those_of_owners_that_were_served_less() -> None:
+    """Otherwise each step of a small model had no time for interposed ones next to owners with many short prompts."""
+    made = engine_of_ten_owners(0.00003)
+    budget = made.scheduler.step_budget
+    assert budget is not None
+    budget.begin_step(["heavy", "light"], made.now, has_slot=True)
+    budget.note_added(budget.seconds_to_add(1.0))
+    assert budget.seconds_to_add(1.0) == 0.0
+    assert budget.interposed_step(512, 0.2).seconds >= 45 * 0.00003
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,8 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from server import http
 from server.anthropic.rendering import PING
-from server.http import MAX_HEAD_BYTES, FullCollections, HttpProtocol, RequestTurns
+from server.http import MAX_HEAD_BYTES, HttpProtocol, RequestTurns
 from server.limits.acceptor import Acceptor
 from server.limits.accounts import Accounts
 from server.limits.connections import Connection, ConnectionLimits, Connections
@@ -450,6 +449,30 @@ async def test_a_party_of_few_requests_precedes_the_others_in_short_rounds() -> 
     assert max(in_round[each] for each in range(230, 390)) <= 3
     assert sum(task.done() for task in light) == len(light) == len(waited)
     assert max(waited.values()) <= 2
+
+
+@run
+async def test_a_single_request_precedes_bursts_whatever_its_party_sent_before() -> None:
+    """Ten keys sent four requests each at once, and a key with more requests a second waited for ten of them."""
+    now = 0.0
+    turns, began = RequestTurns(lambda: now), list[str]()
+
+    async def request(party: str) -> None:
+        await turns.take(party)
+        began.append(party)
+
+    for _ in range(28):
+        await request("steady")
+    now = 0.9
+    bursts = [asyncio.create_task(request(f"burst {number % 10}")) for number in range(40)]
+    await asyncio.sleep(0)
+    before = len(began)
+    await request("steady")
+    assert len(began) - before <= 8 + 1
+    await asyncio.gather(*bursts)
+    assert len(began) == 28 + 40 + 1
+    assert turns._num_waiting == 0
+    assert not any((turns._single, turns._light, turns._waiting, turns._numbers, turns._num_waiting))
 
 
 @run
@@ -887,62 +910,6 @@ def test_tls_and_failed_handshakes_leave_nothing_to_garbage_collections(end: str
             assert num_left() == dict.fromkeys(KINDS, 0)
 
     without_collections(ends)
-
-
-def test_full_collections_happen_while_they_are_short_or_once_memory_has_grown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    full: list[int] = []
-
-    def count(phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and info["generation"] == 2:
-            full.append(gc.get_count()[2])
-
-    thresholds, resident, now = gc.get_threshold(), [2**30], [0.0]
-    gc.freeze()
-    gc.callbacks.append(count)
-    try:
-        gc.set_threshold(50, 2, 2)
-        collections = FullCollections(lambda: now[0], lambda: resident[0])
-        monkeypatch.setattr(http, "_MOST_OBJECTS", 20_000)
-        held: list[list[int]] = []
-
-        def hold(number: int) -> None:
-            held.extend([each] for each in range(number))
-            now[0] += 1000.0
-
-        hold(10_000)
-        assert not full, "the interpreter's own"
-        collections.look()
-        assert len(full) == 1
-        collections.look()
-        assert len(full) == 1, "none is due"
-        hold(40_000)
-        collections.look()
-        assert len(full) == 1, "it would be long"
-        resident[0] += 2**28
-        collections.look()
-        assert len(full) == 2, "the memory has grown"
-        hold(1000)
-        collections.look()
-        assert len(full) == 2, "it has not grown again"
-        resident[0] *= 4
-        collections.look()
-        assert len(full) == 3
-        hold(1000)
-        resident[0] += 2**28
-        collections.look()
-        assert len(full) == 3, "a large memory may grow by more"
-        resident[0] += resident[0] // 4
-        collections.look()
-        assert len(full) == 4
-        held.clear()
-        hold(1000)
-        collections.look()
-        assert len(full) == 5
-    finally:
-        gc.callbacks.remove(count)
-        gc.set_threshold(*thresholds)
 
 
 @run
