@@ -31,8 +31,8 @@ DEFAULT_AGING_SECONDS = 10.0
 """Seconds of waiting that count as much as one unit of priority; `Config` has the same default."""
 
 _MANY_SLOTS = 64
-"""Of so many slots, one is kept for interposed steps while several owners have sequences. No slot can be freed while a
-step runs, so without it a step that uses all slots would not be paused."""
+"""Of so many slots, one is kept for interposed steps of owners that hold none, while several owners have sequences. No
+slot can be freed while a step runs, so without it a step that uses all slots would not be paused."""
 _OVER_SHARE = 1.25
 """An owner that holds more than this multiple of its fair share of slots or blocks is preempted for waiting owners."""
 _FAR_BELOW_SHARE = 0.5
@@ -355,7 +355,7 @@ class Scheduler:
         seconds = self.step_budget.seconds_to_add(self._shares.recent(owner))
         if seconds > 0.0:
             rest, step.seconds, before = step.seconds, seconds, step.num_prefills
-            self._take_short_prompts(step, owner, num_kept=self._num_kept)
+            self._take_short_prompts(step, owner, is_regular=True)
             self.step_budget.note_added(seconds - step.seconds)
             step.seconds, step.num_added = rest, step.num_prefills - before
 
@@ -602,7 +602,8 @@ class Scheduler:
 
     def would_interpose(self, seq: Sequence) -> bool:
         """Whether a new sequence would be interposed if its prompt is short. Thread-safe."""
-        return self._pool.has_slot() and _may_be_interposed(seq) and self._is_light(seq.owner)
+        has_slot = self._pool.has_slot(self._kept_from(seq.owner))
+        return has_slot and _may_be_interposed(seq) and self._is_light(seq.owner)
 
     def may_pause(self, batch: ScheduledBatch) -> bool:
         """Whether a scheduled step may be paused, for `interpose`."""
@@ -613,22 +614,25 @@ class Scheduler:
         due.
 
         It computes whole short prompts of an owner with little recent service, so that they do not wait for a long
-        step of other owners. They take no slot or blocks that a sequence of another owner with as little service waits
-        for. Call `read_interposed` before `paused` continues.
+        step of other owners; first those of owners without a slot. They take no slot or blocks that a sequence of
+        another owner with as little service waits for. Call `read_interposed` before `paused` continues.
         """
         if not self.waiting or self.step_budget is None or not self.step_budget.has_allowance:
             return None
         if not self.running and len(self.waiting.owners) == 1:
             # The next step is short enough.
             return None
-        owner = self._shares.lightest(self._may_start())
+        owners = list(self._may_start())
+        owner = self._shares.lightest(each for each in owners if not self._pool.holds_slot(each))
+        if owner is None:
+            owner = self._shares.lightest(owners)
         if owner is None or not self._is_light(owner) or self._is_waited_for(owner, self._blocked):
             return None
         step = self.step_budget.interposed_step(self.limits.num_tokens, self._shares.recent(owner))
         first = self.waiting.first_of(owner)
         if paused is None and not self._submitted and self._is_short(step, first):
             # At most once for each interposed step, whose number is bounded.
-            self._preempt_for(first, self._clock(), 0)
+            self._preempt_for(first, self._clock(), self._kept_from(owner))
         self._take_short_prompts(step, owner, paused)
         if not step.seqs:
             return None
@@ -675,14 +679,18 @@ class Scheduler:
             return False
         return self._shares.recent(blocked.owner) <= self._shares.recent(owner)
 
+    def _kept_from(self, owner: str) -> int:
+        """Number of slots that remain free when a sequence of an owner is interposed. Thread-safe."""
+        return self._num_kept if self._pool.holds_slot(owner) else 0
+
     def _take_short_prompts(
-        self, step: StepBuilder, owner: str, paused: ScheduledBatch | None = None, *, num_kept: int = 0
+        self, step: StepBuilder, owner: str, paused: ScheduledBatch | None = None, *, is_regular: bool = False
     ) -> None:
-        """Start an owner's waiting sequences whose whole prompts fit a step's tokens and time, in order, such that
-        `num_kept` slots remain free."""
+        """Start an owner's waiting sequences whose whole prompts fit a step's tokens and time, in order, such that the
+        kept slot remains free for those to which it is kept, none of which start in a regular step."""
         while (
             owner in self.waiting.owners
-            and self._pool.has_slot(num_kept)
+            and self._pool.has_slot(self._num_kept if is_regular else self._kept_from(owner))
             and self._interposes(step, self.waiting.first_of(owner), paused)
         ):
             seq = self.waiting.take(owner)

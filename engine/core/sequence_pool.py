@@ -7,7 +7,7 @@ So no submitted step writes to a slot or block that belongs to another sequence.
 
 import operator
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -41,6 +41,8 @@ class SequencePool:
         self.waiting = waiting
         self.running: deque[Sequence] = deque()
         """Running sequences, in order of admission."""
+        self._num_slots_of = Counter[str]()
+        """Number of slots that each owner's sequences hold."""
         self.prefilling: dict[Sequence, None] = {}
         """Running sequences whose prompts are partly computed, in order of admission."""
         self.shares = waiting.shares
@@ -78,6 +80,10 @@ class SequencePool:
         """Return whether a sequence can start such that `num_kept` slots remain free. Thread-safe."""
         return len(self._free_slots) > num_kept and len(self.running) + num_kept < self._limits.num_rows
 
+    def holds_slot(self, owner: str) -> bool:
+        """Return whether a sequence of the owner holds a slot. Thread-safe."""
+        return owner in self._num_slots_of
+
     def admit(self, seq: Sequence, start: int, end: int) -> None:
         """Start a sequence that was taken from the queue: its tokens `[start, end)` are computed in the next step."""
         self.prefix_queried_tokens += seq.num_tokens
@@ -86,6 +92,7 @@ class SequencePool:
             self.block_manager.release_unseen(seq, start - self._window + 1)
         self.prefix_hit_tokens += seq.num_cached_tokens
         seq.slot = self._free_slots.pop()
+        self._num_slots_of[seq.owner] += 1
         seq.status = SequenceStatus.RUNNING
         seq.num_computed_tokens = start
         if seq.schedule_time == 0.0:
@@ -251,6 +258,9 @@ class SequencePool:
         if seq.slot >= 0:
             (self._deferred_slots[-1] if self._deferred_slots else self._free_slots).append(seq.slot)
             seq.slot = -1
+            self._num_slots_of[seq.owner] -= 1
+            if not self._num_slots_of[seq.owner]:
+                del self._num_slots_of[seq.owner]
         self.prefilling.pop(seq, None)
 
     def check_integrity(self) -> None:
@@ -260,6 +270,8 @@ class SequencePool:
         slots += (slot for step in self._deferred_slots for slot in step)
         if sorted(slots + self._free_slots) != list(range(self._num_slots)):
             raise AssertionError(f"slots leak: {slots} running, {self._free_slots} free")
+        if Counter(seq.owner for seq in self.running) != self._num_slots_of:
+            raise AssertionError(f"owners are counted to hold {dict(self._num_slots_of)} slots")
         if not self._deferred_slots and any(seq.num_placeholder for seq in (*self.running, *self.waiting)):
             raise AssertionError("a sequence has a placeholder, but no step is submitted")
         for seq in self.running:
