@@ -614,18 +614,15 @@ class Scheduler:
         due.
 
         It computes whole short prompts of an owner with little recent service, so that they do not wait for a long
-        step of other owners; first those of owners without a slot. They take no slot or blocks that a sequence of
-        another owner with as little service waits for. Call `read_interposed` before `paused` continues.
+        step of other owners. They take no slot or blocks that a sequence of another owner with as little service waits
+        for. Call `read_interposed` before `paused` continues.
         """
         if not self.waiting or self.step_budget is None or not self.step_budget.has_allowance:
             return None
         if not self.running and len(self.waiting.owners) == 1:
             # The next step is short enough.
             return None
-        owners = list(self._may_start())
-        owner = self._shares.lightest(each for each in owners if not self._pool.holds_slot(each))
-        if owner is None:
-            owner = self._shares.lightest(owners)
+        owner = self._shares.lightest(self._may_start())
         if owner is None or not self._is_light(owner) or self._is_waited_for(owner, self._blocked):
             return None
         step = self.step_budget.interposed_step(self.limits.num_tokens, self._shares.recent(owner))
@@ -661,12 +658,14 @@ class Scheduler:
 
     def _may_start(self) -> Iterable[str]:
         """The latest owners of waiting sequences, except those that could start nothing now because they hold their
-        share of what is used up."""
+        share of what is used up. Without a slot but the kept one, only owners that hold none, if any of them waits."""
         owners: Iterable[str] = (each for each in self.waiting.latest_owners if each not in self._held_back)
-        if self._pool.has_slot(self._num_kept) and self._blocked is None:
+        has_slot = self._pool.has_slot(self._num_kept)
+        if has_slot and self._blocked is None:
             return owners
         holdings = self._pool.holdings()
-        return (each for each in owners if holdings[each].in_shares < 1.0)
+        below = [each for each in owners if holdings[each].in_shares < 1.0]
+        return below if has_slot else [each for each in below if not holdings[each].sequences] or below
 
     def _is_light(self, owner: str) -> bool:
         """Whether short prompts of an owner would be interposed now. Thread-safe."""
