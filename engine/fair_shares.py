@@ -119,7 +119,8 @@ class FairShares:
             self.num_changes += bool(known)
             self._new_before, self._new = (self._new | new) - known, set()
             self._served_once = (self._served_once | served) & self._new_before
-            self._before, self._recent = self._recent, {}
+            is_past = now >= self._period_ends + _RECENT_SECONDS
+            self._before, self._recent = {} if is_past else self._recent, {}
             self._num_known = len((self._before.keys() & self._served.keys()) - self._new_before)
             self._num_new = len(self._before) - self._num_known
             self._period_ends = now + _RECENT_SECONDS
@@ -176,13 +177,3 @@ class FairShares:
             kept = {owner: at for owner, at in kept.items() if owner in live}
         self._served = kept
         self._most_kept = _OWNERS_KEPT + 2 * len(self._served)
-
-    def reset(self) -> None:
-        """Remove all owners, because nothing is left to compute."""
-        self._served.clear()
-        self._recent, self._before = {}, {}
-        self._new, self._new_before, self._served_once = set(), set(), set()
-        self._new_served = 0.0
-        self._num_new = self._num_known = 0
-        self._now = self._furthest = 0.0
-        self._most_kept = _OWNERS_KEPT

@@ -184,10 +184,7 @@ class SequencePool:
             self.shares.charge(seq.owner, cost / seq.weight)
 
     def _forget_owners(self) -> None:
-        """Remove the service of owners without sequences."""
-        if not self.running and not self.waiting:
-            self.shares.reset()
-            return
+        """Remove the service of owners without sequences that no longer matters."""
         if not self.waiting and not self.prefilling:
             self.shares.catch_up()
         if self.shares.is_crowded:

@@ -4,7 +4,7 @@
 
     one owner, only prompts               4 x bound, at most 66 x the fixed cost of a step
     one owner, prompts next to decodes    1.5 x bound, at most 33 x the fixed cost
-    several owners                        1 x bound, at most 28 x the fixed cost
+    several owners                        1 x bound, at most 34 x the fixed cost
     several owners, and no pause          1 x bound, at most 10 x the fixed cost
 
 The bound is `max_step_seconds`. The fixed cost of a step is its time before the first token. It is small in small
@@ -34,9 +34,9 @@ _ALONE_AFTER_SECONDS = 30.0
 _LEAST_PROMPTS, _LEAST_PROMPTS_MIXED = 0.5, 0.25
 """Least time of prompts in each step, in units of the bound, however long its decodes take; the second under
 `mixed`."""
-_ALONE_PROMPTS_COSTS, _ALONE_DECODING_COSTS, _SHARED_COSTS, _SHORT_COSTS = 66.0, 33.0, 28.0, 10.0
+_ALONE_PROMPTS_COSTS, _ALONE_DECODING_COSTS, _SHARED_COSTS, _SHORT_COSTS = 66.0, 33.0, 34.0, 10.0
 """Most time of a step in units of its fixed cost, in the four cases above. The fixed cost is then 1.5 % of the step, 3
-% if streams wait, 3.6 % if several owners do, and a tenth if prompts of light owners wait, too."""
+% if streams or several owners wait, and a tenth if prompts of light owners wait, too."""
 _LEAST = 0.005
 """Seconds below which steps are not shortened: the scheduler and the messages cost time too."""
 _MOST_GROWTH = 8.0
@@ -56,7 +56,7 @@ _INTERPOSED_SHARE, _MOST_INTERPOSED, _ALLOWANCE_OF_LONG = 0.022, 12.0, 2.0
 """Share of all time that interposed steps may take beyond the time that their tokens would add to other steps, the
 most fixed costs that the allowance accumulates, and those that it must hold, beyond that of one step, for the longest
 steps of several owners."""
-_MOST_SERVICE, _MOST_LEFT = 0.75, 5.0
+_MOST_SERVICE, _MOST_LEFT = 0.9, 8.0
 """A step is interposed for an owner with at most this recent service, where 1 is the mean of all owners. For an owner
 with exactly that much, the allowance must hold so many fixed costs beyond that of the step, which are left to owners
 that were served less; for an owner with less service, proportionally fewer."""

@@ -84,6 +84,24 @@ def test_the_time_of_a_grammar_counts_where_its_sequence_is_aborted_before_it_ha
     assert prompts["grammar"].status is SequenceStatus.WAITING
 
 
+def test_recent_service_counts_after_a_moment_without_sequences() -> None:
+    """Owners whose requests came in bursts were the lightest at the start of each."""
+    made = SimulatedEngine(device(0.001, 0.0001), max_interposed_tokens=512)
+    for _ in range(8):
+        made.add(500, 20, owner="bursts", at=made.now)
+        made.run()
+        for _ in range(3):
+            made.add(30, 5, owner="steady", at=made.now)
+            made.run()
+        made.now += 1.0
+    shares = made.scheduler._shares
+    assert shares.recent("bursts") > 1.5 > 0.5 > shares.recent("steady")
+    made.now += 11.0
+    made.add(60, 1, owner="steady", at=made.now)
+    made.run()
+    assert shares.recent("bursts") == 0.0
+
+
 def test_choices_of_one_request_count_as_their_tokens() -> None:
     made = engine(enable_prefix_caching=False)
     choices = [made.add(1500, 5, owner="many choices", at=made.now) for _ in range(30)]
