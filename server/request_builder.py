@@ -230,6 +230,21 @@ def check_request_limits(
         raise BadRequest("stream_options is set, but only a request with stream true has any", param="stream_options")
 
 
+def check_repeated(field: str, num_characters: int, num_times: int, frontend: Frontend) -> int:
+    """Return how many characters `field` has where it is read `num_times` times: with each prompt of a request.
+
+    Raises `BadRequest` if these are more than the largest body: a short request could stand for gigabytes of tokens.
+    """
+    total = num_characters * num_times
+    if num_times > 1 and total > (most := frontend.max_request_bytes):
+        raise BadRequest(
+            f"{field} has {num_characters} characters, which are read {num_times} times, with each prompt; these may "
+            f"be at most {most} in all (max_request_bytes); shorten it, or send fewer prompts",
+            param=field,
+        )
+    return total
+
+
 def _check_tables(request: SamplingFields, num_sequences: int) -> None:
     """Raise `BadRequest` if the per-sequence lists of a request have too many entries in all its sequences together.
 

@@ -15,6 +15,7 @@ from server.endpoints import ENDPOINTS, EndpointFamily
 from server.limits.jobs import OwnerJobs
 from server.request_builder import (
     accept,
+    check_repeated,
     check_request_limits,
     compile_response_grammar,
     holder_of_stream,
@@ -211,7 +212,8 @@ async def prepare_prompts(
         prompts = _check_prompts(request, processor)
         return [each for prompt, _ in prompts for each in new(prompt)], [echo for _, echo in prompts]
 
-    num_characters = sum(map(len, (*request.prompt, request.suffix or "", *request.bad_words)))
+    num_characters = sum(map(len, (*request.prompt, *request.bad_words)))
+    num_characters += len(request.suffix or "") * len(request.prompt)
     num_sequences, num_entries = len(request.prompt) * request.num_choices, len(request.logit_bias)
     is_large = num_sequences > MANY_SEQUENCES or num_entries + len(request.bad_words) > _MANY_ENTRIES
     if is_large or num_characters > _LONG_CHARACTERS:
@@ -299,6 +301,7 @@ async def create_completion(http: Request) -> Response:
         return rest
     async with accept(http, CompletionRequest) as (request, frontend, owner):
         check_request_limits(request, frontend, num_prompts=len(request.prompt), num_choices=request.num_choices)
+        check_repeated("suffix", len(request.suffix or ""), len(request.prompt), frontend)
         frontend.admission.precheck(owner, len(request.prompt) * request.num_choices)
         model = frontend.loaded
         grammar = await compile_response_grammar(request, frontend, owner)

@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
+from engine.text.io_processor import NewSequence
 from engine.text.pooling import PooledPrompt, PoolingProcessor, numbers_of
 from engine.text.request_state import RequestState
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import BadRequest
 from server.frontend import Frontend
 from server.limits.owners import Owner
-from server.request_builder import MAX_SEQUENCES, accept, prefix_salt
-from server.schemas.completions import Prompt
+from server.request_builder import MAX_SEQUENCES, accept, check_repeated, prefix_salt
 from server.schemas.generation import Usage
 from server.schemas.pooling import (
     ApiVersion,
@@ -48,13 +48,13 @@ from server.schemas.pooling import (
     TextDocument,
     VectorFields,
 )
-from server.streaming.generation import Generation
+from server.streaming.generation import MANY_SEQUENCES, Generation
 from server.streaming.sse import json_response
 
 endpoints = ENDPOINTS.register("pooling")(EndpointFamily())
 
 _LONG_CHARACTERS = 4096
-"""Longer texts are tokenised in a thread, so that other streams continue meanwhile."""
+"""Longer texts, and more than `MANY_SEQUENCES`, are tokenised in a thread, so that other streams continue."""
 _MANY_NUMBERS = 8192
 """Answers with more numbers are encoded in a thread."""
 
@@ -71,38 +71,57 @@ class _Call:
         self._arrival_time = time.monotonic()
         self._generation: Generation | None = None
 
-    async def tokenize(self, texts: Iterable[Prompt], work: Callable[[], list[PooledPrompt]]) -> list[PooledPrompt]:
-        """Run `work`, which tokenises `texts`, in a thread if they are long."""
-        if sum(len(text) for text in texts if isinstance(text, str)) > _LONG_CHARACTERS:
-            return await self._frontend.jobs.of(self._owner).text(work)
-        return work()
-
-    def prepare(
-        self, prompts: Sequence[PooledPrompt], *, dimensions: int | None = None, activate: bool = True
+    async def prepare(
+        self,
+        num_characters: int,
+        num_prompts: int,
+        tokenize: Callable[[], Sequence[PooledPrompt]],
+        *,
+        dimensions: int | None = None,
+        activate: bool = True,
     ) -> None:
-        """Create the sequences of the prompts, for `run`."""
+        """Create the sequences of the prompts that `tokenize` returns, for `answer`; in a thread if there are many
+        characters or prompts. Raises `InvalidRequest`, `BadRequest` and `Overloaded`."""
         request, frontend, owner = self._request, self._frontend, self._owner
-        if len(prompts) > MAX_SEQUENCES:
-            raise BadRequest(f"the request has {len(prompts)} prompts; it may have at most {MAX_SEQUENCES}")
+        if num_prompts > MAX_SEQUENCES:
+            raise BadRequest(f"the request has {num_prompts} prompts; it may have at most {MAX_SEQUENCES}")
         salt = prefix_salt(request.cache_salt, None if frontend.shares_prefix_cache else owner.prefix_domain)
-        sequences = [
-            self.processor.sequence(
-                prompt,
-                request_id,
-                dimensions=dimensions,
-                activate=activate,
-                cache_salt=salt,
-                priority=request.priority,
-                adapter=frontend.adapter_of(request.model),
-                owner=owner.party,
-                weight=owner.weight,
-                arrival_time=self._arrival_time,
-            )
-            for prompt, request_id in zip(prompts, frontend.hub.new_ids(len(prompts)), strict=True)
-        ]
+        adapter = frontend.adapter_of(request.model)
+
+        def create() -> list[NewSequence]:
+            prompts = tokenize()
+            return [
+                self.processor.sequence(
+                    prompt,
+                    request_id,
+                    dimensions=dimensions,
+                    activate=activate,
+                    cache_salt=salt,
+                    priority=request.priority,
+                    adapter=adapter,
+                    owner=owner.party,
+                    weight=owner.weight,
+                    arrival_time=self._arrival_time,
+                )
+                for prompt, request_id in zip(prompts, frontend.hub.new_ids(len(prompts)), strict=True)
+            ]
+
+        is_large = num_characters > _LONG_CHARACTERS or num_prompts > MANY_SEQUENCES
+        sequences = await frontend.jobs.of(owner).text(create) if is_large else create()
         self._generation = Generation(
             frontend.hub, frontend.config, sequences, 1, owner=owner, timeout=request.timeout
         )
+
+    def num_characters(self, field: str, queries: Sequence[str], documents: Sequence[str], instruction: str) -> int:
+        """Return how many characters are tokenised for each document and its query, or the only one, which `field`
+        holds. Raises `BadRequest` if a reranker would read far more than the request has."""
+        num_times = len(documents) if self.processor.pooling.scores_pairs else 1
+        read = check_repeated("instruction", len(instruction), num_times, self._frontend)
+        if len(queries) == 1:
+            read += check_repeated(field, len(queries[0]), num_times, self._frontend)
+        else:
+            read += sum(map(len, queries))
+        return read + sum(map(len, documents))
 
     async def answer(self, write: Callable[[Sequence[bytes], PoolingUsage], msgspec.Struct]) -> Response:
         """Run the sequences, and answer with the result of `write` on their vectors. Long answers are encoded in a
@@ -141,7 +160,9 @@ def _encoded(items: Iterable[msgspec.Struct]) -> list[Any]:
 # -- single texts -----------------------------------------------------------------------------------------------
 
 
-async def _prompts_of(call: _Call, request: VectorFields | ClassifyRequest) -> list[PooledPrompt]:
+async def _prepare_inputs(
+    call: _Call, request: VectorFields | ClassifyRequest, *, dimensions: int | None = None, activate: bool
+) -> None:
     prompt_name = request.prompt_name if isinstance(request, VectorFields) else None
 
     def tokenize() -> list[PooledPrompt]:
@@ -153,7 +174,8 @@ async def _prompts_of(call: _Call, request: VectorFields | ClassifyRequest) -> l
             add_special_tokens=request.add_special_tokens,
         )
 
-    return await call.tokenize(request.input, tokenize)
+    num_characters = sum(len(text) for text in request.input if isinstance(text, str))
+    await call.prepare(num_characters, len(request.input), tokenize, dimensions=dimensions, activate=activate)
 
 
 @endpoints.post(
@@ -168,8 +190,7 @@ async def embeddings(http: Request) -> Response:
         call = _Call(http, request, frontend, owner, frontend.pooling_for("embed"))
         call.processor.check_dimensions(request.dimensions)
         frontend.admission.precheck(owner, len(request.input))
-        prompts = await _prompts_of(call, request)
-        call.prepare(prompts, dimensions=request.dimensions, activate=request.normalize)
+        await _prepare_inputs(call, request, dimensions=request.dimensions, activate=request.normalize)
 
     def write(vectors: Sequence[bytes], usage: PoolingUsage) -> EmbeddingList:
         data = (Embedding(index, _written(vector, request.encoding_format)) for index, vector in enumerate(vectors))
@@ -185,8 +206,7 @@ async def pool(http: Request) -> Response:
         call = _Call(http, request, frontend, owner, frontend.pooling_for("embed", "classify"))
         call.processor.check_dimensions(request.dimensions)
         frontend.admission.precheck(owner, len(request.input))
-        prompts = await _prompts_of(call, request)
-        call.prepare(prompts, dimensions=request.dimensions, activate=request.use_activation)
+        await _prepare_inputs(call, request, dimensions=request.dimensions, activate=request.use_activation)
 
     def write(vectors: Sequence[bytes], usage: PoolingUsage) -> PoolingAnswer:
         data = (PooledData(index, _written(vector, request.encoding_format)) for index, vector in enumerate(vectors))
@@ -207,8 +227,7 @@ async def classify(http: Request) -> Response:
     async with accept(http, ClassifyRequest) as (request, frontend, owner):
         call = _Call(http, request, frontend, owner, frontend.pooling_for("classify"))
         frontend.admission.precheck(owner, len(request.input))
-        prompts = await _prompts_of(call, request)
-        call.prepare(prompts, activate=request.use_activation)
+        await _prepare_inputs(call, request, activate=request.use_activation)
 
     def write(vectors: Sequence[bytes], usage: PoolingUsage) -> ClassifyAnswer:
         data = []
@@ -243,6 +262,7 @@ async def score(http: Request) -> Response:
                 f"text_1 holds {len(queries)} texts and text_2 {len(documents)}; it must hold 1, or as many",
                 param="text_1",
             )
+        num_characters = call.num_characters("text_1", queries, documents, request.instruction or "")
         frontend.admission.precheck(owner, len(documents))
         firsts = [index % len(queries) for index in range(len(documents))]
         longest = request.truncate_prompt_tokens
@@ -264,7 +284,8 @@ async def score(http: Request) -> Response:
                 *processor.prompts(documents, "text_2", longest=longest),
             ]
 
-        call.prepare(await call.tokenize((*queries, *documents), tokenize), activate=request.use_activation)
+        num_prompts = len(documents) + (0 if processor.pooling.scores_pairs else len(queries))
+        await call.prepare(num_characters, num_prompts, tokenize, activate=request.use_activation)
 
     def write(vectors: Sequence[bytes], usage: PoolingUsage) -> ScoreAnswer:
         data = [Score(index, each) for index, each in enumerate(processor.scores(vectors, firsts))]
@@ -306,6 +327,7 @@ async def _rerank(http: Request, *, returns_documents: bool, version: str) -> Re
         processor = call.processor
         processor.check_scores()
         documents = [each.text if isinstance(each, TextDocument) else each for each in request.documents]
+        num_characters = call.num_characters("query", [request.query], documents, request.instruction or "")
         frontend.admission.precheck(owner, len(documents))
 
         def tokenize() -> list[PooledPrompt]:
@@ -317,7 +339,8 @@ async def _rerank(http: Request, *, returns_documents: bool, version: str) -> Re
                 longest_document=request.max_tokens_per_doc,
             )
 
-        call.prepare(await call.tokenize((request.query, *documents), tokenize), activate=request.use_activation)
+        num_prompts = len(documents) + (not processor.pooling.scores_pairs)
+        await call.prepare(num_characters, num_prompts, tokenize, activate=request.use_activation)
     shows_documents = returns_documents if request.return_documents is None else request.return_documents
 
     def write(vectors: Sequence[bytes], usage: PoolingUsage) -> RerankAnswer:

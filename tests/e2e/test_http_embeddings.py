@@ -183,6 +183,24 @@ def test_scores_pair_texts_one_to_one_or_one_to_many(reranker: KaonServer) -> No
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/rerank", {"query": "x" * 3000, "documents": ["y"] * 2048}, "query"),
+        ("/score", {"text_1": ["x" * 3000], "text_2": ["y"] * 2048}, "text_1"),
+        ("/score", {"text_1": ["x"] * 2048, "text_2": ["y"] * 2048, "instruction": "z" * 3000}, "instruction"),
+    ],
+)
+def test_what_a_reranker_reads_with_each_document_has_the_bound_of_a_body(
+    reranker: KaonServer, path: str, body: dict[str, object], field: str
+) -> None:
+    """Otherwise a request of some kilobytes could stand for gigabytes of tokens."""
+    refused = reranker.post(path, {"model": "model", **body})
+    assert refused.status_code == 400
+    assert error(refused)["param"] == field
+    assert error(refused)["message"].startswith(f"{field} has 3000 characters, which are read 2048 times, with each")
+
+
+@pytest.mark.parametrize(
     "path", ["/v1/embeddings", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"]
 )
 def test_the_examples_of_the_description_work(embedder: KaonServer, path: str) -> None:

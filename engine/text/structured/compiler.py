@@ -280,7 +280,11 @@ class GrammarChecks:
         self._compiler = compiler
         self._check = check
         self.write = write
-        self.max_bytes = compiler.max_bytes
+
+    @property
+    def max_bytes(self) -> int:
+        """Longest grammar in bytes."""
+        return self._compiler.max_bytes
 
     async def compile(self, spec: GrammarSpec) -> str:
         """See `GrammarCompiler.compile`."""

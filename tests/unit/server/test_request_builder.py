@@ -1,17 +1,20 @@
 """A checked prompt becomes the messages for the core: ids, seeds, adapter, priority, salt and grammar."""
 
 import gc
+import threading
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from starlette.requests import Request
 
 from engine.config.config import Config
 from engine.messages import ModelInfo
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate
 from engine.text.io_processor import InputOutputProcessor, NewSequence
+from engine.text.pooling import PooledPrompt, PoolingProcessor
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.errors import BadRequest
@@ -22,15 +25,18 @@ from server.limits.owners import ANYONE, Owner
 from server.parsing.answer_format import AnswerFormat
 from server.request_builder import (
     PreparedChat,
+    check_repeated,
     check_request_limits,
     last_index,
     new_sequences,
     prepare_chat,
     render_prompt,
 )
+from server.routes import pooling
 from server.schemas.body import validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.completions import CompletionRequest
+from server.schemas.pooling import ScoreRequest
 
 TOKENIZER = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
 
@@ -213,3 +219,48 @@ def test_variables_of_the_chat_template_have_defaults_of_the_server() -> None:
     assert prompt() == "False  !"
     assert prompt(enable_thinking=True, preserve_thinking=True) == "True True !"
     assert prompt(chat_template_kwargs={"mark": "?"}) == "False  ?"
+
+
+def test_what_is_read_with_each_prompt_has_the_bound_of_a_body() -> None:
+    """A suffix of some kilobytes for 2048 prompts could stand for gigabytes of tokens."""
+    frontend = cast(Frontend, SimpleNamespace(max_request_bytes=1000))
+    assert check_repeated("suffix", 100, 10, frontend) == 1000
+    assert check_repeated("suffix", 5000, 1, frontend) == 5000  # It is as long as the body.
+    with pytest.raises(
+        BadRequest, match=r"^suffix has 101 characters, which are read 10 times, .* at most 1000 in all"
+    ):
+        check_repeated("suffix", 101, 10, frontend)
+
+
+@pytest.mark.parametrize(
+    ("query", "num_documents", "in_thread"), [("a", 64, False), ("a", 65, True), ("a" * 99, 50, True)]
+)
+async def test_many_pairs_to_score_are_tokenised_in_a_thread(
+    query: str, num_documents: int, in_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2048 documents of a character with a query of 2000 took the event loop a second."""
+    monkeypatch.setattr(pooling, "Generation", lambda *_, **__: None)
+    jobs, threads = Jobs(Accounts()), list[bool]()
+    frontend = cast(
+        Frontend,
+        SimpleNamespace(
+            hub=SimpleNamespace(new_ids=range),
+            jobs=jobs,
+            max_request_bytes=10**6,
+            shares_prefix_cache=True,
+            adapter_of=lambda _: 0,
+            config=None,
+        ),
+    )
+    request = ScoreRequest(model="m", text_1=[query], text_2=["b"] * num_documents)
+    processor = cast(PoolingProcessor, SimpleNamespace(pooling=SimpleNamespace(scores_pairs=True)))
+    call = pooling._Call(cast(Request, None), request, frontend, ANYONE, processor)
+
+    def tokenize() -> list[PooledPrompt]:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        return []
+
+    num_characters = call.num_characters("text_1", request.text_1, request.text_2, "")
+    await call.prepare(num_characters, num_documents, tokenize)
+    jobs.close()
+    assert threads == [in_thread]
