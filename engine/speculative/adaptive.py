@@ -194,15 +194,17 @@ class StepCosts:
         self._has_plain_prompts = is_plain
         self._prompt_token += _LEARNT * (min(seconds, _LARGEST_FACTOR * self._prompt_token) - self._prompt_token)
 
-    def plain_seconds(self, num_rows: int, num_generated: int, num_prompt_tokens: int) -> float:
-        """Expected seconds in which steps of `num_rows` without drafts generate and compute so many tokens.
+    def plain_seconds(self, num_rows: int, num_generated: int, num_prompt_tokens: int) -> tuple[float, float]:
+        """Expected seconds in which steps of `num_rows` without drafts generate and compute so many tokens, and those
+        of the generated tokens alone.
 
-        0 if this is not known yet.
+        Both are 0 if this is not known yet.
         """
         step = self.step(num_rows) if num_rows else 0.0
         if (num_rows and not step) or (num_prompt_tokens and not self._prompt_token):
-            return 0.0
-        return step * num_generated / max(1, num_rows) + num_prompt_tokens * self._prompt_token
+            return 0.0, 0.0
+        generating = step * num_generated / max(1, num_rows)
+        return generating + num_prompt_tokens * self._prompt_token, generating
 
     def pass_steps(self, count: int) -> None:
         """Count `count` steps that were not measured."""
@@ -249,18 +251,35 @@ def _between(sizes: list[int], at: int, value: Callable[[int], float | None]) ->
 
 
 class _Pace:
-    """Sums over blocks of steps: the seconds in which plain steps would have had their tokens, and those they took."""
+    """Sums over blocks of steps: the seconds in which plain steps would have had their tokens, and those they took.
 
-    __slots__ = ("count", "plain", "seconds")
+    `generating`: the part of these plain steps' seconds that generates the `num_generated` tokens.
+    """
+
+    __slots__ = ("count", "generating", "num_generated", "plain", "seconds")
 
     def __init__(self) -> None:
-        self.plain = self.seconds = 0.0
+        self.plain = self.seconds = self.generating = self.num_generated = 0.0
         self.count = 0
 
-    def add(self, plain: float, seconds: float, remembered: float) -> None:
+    def add(
+        self, plain: float, seconds: float, remembered: float, generating: float = 0.0, num_generated: float = 0.0
+    ) -> None:
         self.count += 1
         self.plain = remembered * self.plain + plain
         self.seconds = remembered * self.seconds + seconds
+        self.generating = remembered * self.generating + generating
+        self.num_generated = remembered * self.num_generated + num_generated
+
+    def plain_as(self, without: "_Pace") -> float:
+        """The seconds in which plain steps would have had the tokens, with at least as many rows as in `without`.
+
+        Drafts end answers sooner and leave fewer rows, of which each token costs a plain step more.
+        """
+        if not without.num_generated:
+            return self.plain
+        generating = self.num_generated * without.generating / without.num_generated
+        return self.plain - max(0.0, self.generating - generating)
 
     @property
     def value(self) -> float:
@@ -305,17 +324,27 @@ class DraftGate:
         self._seconds = 0.0
         self._block = _Pace()
 
-    def note(self, num_rows: int, seconds: float, plain: float, num_steps: int = 1) -> None:
+    def note(
+        self,
+        num_rows: int,
+        seconds: float,
+        plain: float,
+        num_steps: int = 1,
+        *,
+        generating: float = 0.0,
+        num_generated: float = 0.0,
+    ) -> None:
         """Count a step, or `num_steps` equal ones: its rows, its duration, and that of plain steps for its tokens.
 
-        `plain` is 0 if it is not known.
+        `plain` is 0 if it is not known. `generating`: the part of it for the `num_generated` tokens of decodes.
         """
         self._num_steps += num_steps
         self._num_rows += num_steps * num_rows
         self._seconds += num_steps * seconds
         if plain and (self.is_open or seconds <= _LARGEST_DELAY * plain):
             seconds = min(seconds, _LARGEST_DELAY * plain)
-            self._block.add(num_steps * plain, num_steps * seconds, 1.0)
+            sums = (num_steps * each for each in (generating, num_generated))
+            self._block.add(num_steps * plain, num_steps * seconds, 1.0, *sums)
             if not self.is_open:
                 self._owe(-_DEBT_REPAID * num_steps * seconds)
         if self._is_over():
@@ -342,6 +371,11 @@ class DraftGate:
         self._begin()
 
     @property
+    def has_lost(self) -> bool:
+        """Whether drafts lost in the last blocks with them of the same size as the last block without."""
+        return self._plain_size in self._paces and 0.0 < self._paces[self._plain_size][0].value < 1.0
+
+    @property
     def _size(self) -> int:
         """The block's key in `_paces`.
 
@@ -363,7 +397,7 @@ class DraftGate:
 
     def _lost(self, without: _Pace) -> float:
         """Seconds that the block has lost by drafts; below 0 it has gained."""
-        return self._block.seconds - self._block.plain / without.value
+        return self._block.seconds - self._block.plain_as(without) / without.value
 
     def _owe(self, seconds: float) -> None:
         self._debt = max(-_CREDIT, self._debt + seconds)
@@ -375,12 +409,12 @@ class DraftGate:
         if self.is_open:
             self._num_open_blocks += 1
             if without.value:
-                with_drafts.add(block.plain / without.value, block.seconds, _WITH_REMEMBERED)
+                with_drafts.add(block.plain_as(without) / without.value, block.seconds, _WITH_REMEMBERED)
                 self._owe(self._lost(without))
         else:
             self._num_open_blocks = 0
             self._plain_size = size
-            without.add(block.plain, block.seconds, _WITHOUT_REMEMBERED)
+            without.add(block.plain, block.seconds, _WITHOUT_REMEMBERED, block.generating, block.num_generated)
         least = _LEAST_PACE if self.is_open and not self.is_trying else _OPENING_PACE
         is_gaining = with_drafts.value >= least
         if self.is_open:
@@ -427,6 +461,8 @@ class DraftPlan:
         """The most sequences of a try, and their number of drafts."""
         self._try_cost: float | None = None
         """Cost of a try in plain steps; None if drafts would not pay even at a high acceptance rate."""
+        self._is_try_short = True
+        """Whether the gate's shortest try takes no longer than a block that it does not judge."""
         self._try_credit, self._try_share = 0.0, _TRIES
         """Time that may be spent on tries, in plain steps, and the amount that each step adds to it."""
         self._num_tries = 0
@@ -488,8 +524,25 @@ class DraftPlan:
             self.costs.note_step(batch.total_tokens_num, seconds / num_rounds - draft_seconds)
         if self._by_model and is_plain is not self.gate.is_open:
             # Steps that were scheduled before the gate opened or closed belong to neither kind of block.
-            plain = self.costs.plain_seconds(num_rows, num_generated, num_prompt_tokens)
-            self.gate.note(batch.total_seqs_num, seconds / num_rounds, plain / num_rounds, num_rounds * num_steps)
+            plain, generating = self.costs.plain_seconds(num_rows, num_generated, num_prompt_tokens)
+            if takes_part and not num_prompt_tokens:
+                seconds = self._without_interruption(batch, seconds, num_rounds)
+            self.gate.note(
+                batch.total_seqs_num,
+                seconds / num_rounds,
+                plain / num_rounds,
+                num_rounds * num_steps,
+                generating=generating / num_rounds,
+                num_generated=num_generated / num_rounds,
+            )
+
+    def _without_interruption(self, batch: ScheduledBatch, seconds: float, num_rounds: int) -> float:
+        """The duration of a step of decodes with drafts, or the usual one if an interruption would not let a plain
+        step count."""
+        num_next = batch.num_next_drafts
+        usual = self.costs.with_drafting(batch.total_tokens_num, sum(map(bool, num_next)), max(num_next)) * num_rounds
+        is_interrupted = seconds > usual + (_LARGEST_DELAY - 1.0) * self.costs.step(batch.total_seqs_num_decode)
+        return usual if is_interrupted else seconds
 
     def plan(self, seqs: Rows[Sequence], room: int, num_steps: int = 1) -> None:
         """Plan the drafts of a step's sequences, at most `room` in total, and of the next steps.
@@ -504,7 +557,8 @@ class DraftPlan:
         if not self.is_stopped and (self._steps_left <= 0 or _size(len(seqs)) != self._planned_size):
             # A few steps, or a few new or ended sequences, hardly change the best number of drafts.
             self._decide(seqs, room)
-            if self.gate.is_trying and self._try_cost is None:
+            if self.gate.is_trying and self._try_cost is None and (self.gate.has_lost or not self._is_try_short):
+                # Before a try the costs may be those of a few first steps, which are longer.
                 self.gate.reject()
         if self.is_stopped:
             self._has_drafts, self._first_limit = False, 0
@@ -538,7 +592,7 @@ class DraftPlan:
         plain = self.costs.step(num_rows)
         # Where a model drafts, `DraftGate` decides by its measurements whether it does, and the plan how many tokens.
         best, limits = 0.0 if self._by_model else _LEAST_GAIN, [0] * num_rows
-        best_try, self._try_cost = _LEAST_GAIN, None
+        best_try, self._try_cost = 0.0, None
         shallower, num_fewer = plain, 0
         for depth in range(1, self._max_drafts + 1 if room > 0 else 1):
             num_most = min(num_rows * depth, room)
@@ -548,6 +602,9 @@ class DraftPlan:
             if gain > best_try:
                 best_try = gain
                 self._plan_try(num_rows, depth, room, plain)
+                self._is_try_short = _LEAST_STEPS * seconds <= _MOST_UNJUDGED
+                if gain <= _LEAST_GAIN:
+                    self._try_cost = None
             # The cost of each row's last draft in tokens of plain steps: drafts with a lower probability of acceptance
             # are left out.
             least = _MARGIN * num_rows * (seconds - shallower) / plain / max(1, num_most - num_fewer) if plain else 0.0
