@@ -374,8 +374,8 @@ _KERNELS = (
     ),
     Mutation(
         "kernels/c-store-leaves-old-values-behind",
-        "memset(values + from * op->value_dim, 0, (op->block_size - from) * op->value_dim * sizeof(bf16));",
-        "memset(values + from * op->value_dim, 0, 0);",
+        "memset(values + from * op->value_size, 0, (op->block_size - from) * op->value_size * sizeof(bf16));",
+        "memset(values + from * op->value_size, 0, 0);",
         ("parity/test_cpu_operators.py::test_equals_the_reference", *_ATTENTION),
     ),
     Mutation(
