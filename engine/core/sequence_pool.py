@@ -69,7 +69,7 @@ class SequencePool:
         """Queue a sequence."""
         if self._rope is not None:
             seq.follow_rope(self._rope)
-        self._forget_owners()
+        self._forget_owners(seq.owner)
         if seq.num_completion_tokens:
             # It was running in a core that died, so later sequences of its owner are not served before it.
             self.waiting.append_front(seq)
@@ -183,8 +183,11 @@ class SequencePool:
             cost, matcher.uncharged_seconds = self._tokens_of(matcher.uncharged_seconds), 0.0
             self.shares.charge(seq.owner, cost / seq.weight)
 
-    def _forget_owners(self) -> None:
-        """Remove the service of owners without sequences that no longer matters."""
+    def _forget_owners(self, owner: str) -> None:
+        """Remove the service of owners that no longer matters, before a sequence of `owner` is queued."""
+        if not self.running and not self.waiting:
+            self.shares.restart(owner)
+            return
         if not self.waiting and not self.prefilling:
             self.shares.catch_up()
         if self.shares.is_crowded:

@@ -102,6 +102,18 @@ def test_recent_service_counts_after_a_moment_without_sequences() -> None:
     assert shares.recent("bursts") == 0.0
 
 
+def test_what_an_owner_used_of_an_idle_engine_does_not_count() -> None:
+    made = SimulatedEngine(device(0.001, 0.0001), max_interposed_tokens=512)
+    for _ in range(100):
+        made.add(60, 5, owner="steady", at=made.now)
+        made.run()
+    heavy = [made.add(180, 5, owner=f"heavy {number % 10}", at=made.now) for number in range(40)]
+    seq = made.add(60, 5, owner="steady", at=made.now)
+    made.run(lambda: seq.is_finished)
+    assert sum(each.is_finished for each in heavy) < 20
+    assert made.scheduler._shares.recent("steady") < 0.5
+
+
 def test_choices_of_one_request_count_as_their_tokens() -> None:
     made = engine(enable_prefix_caching=False)
     choices = [made.add(1500, 5, owner="many choices", at=made.now) for _ in range(30)]
