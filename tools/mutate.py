@@ -2,7 +2,7 @@
 
 Layout of this folder:
 
-    mutations.py            the bugs: a name, the exact old text, the new text, and the tests that should fail
+    mutations.txt           the bugs: a name, the tests that should fail, the exact old text, and the new text
     mutate.py               this runner
     cached_cc.sh            the C compiler, with a cache: a mutation of a C file compiles that file alone
     mutations-killed.json   a recorded result: which test killed each mutation, or null where it survived
@@ -37,8 +37,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
-
-from tools.mutations import MUTATIONS, Mutation
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("server", "engine", "kvcache", "models", "kaon")
@@ -56,6 +55,42 @@ phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("ci"), phases=phases)
 sys.exit(pytest.main(sys.argv[1:]))
 """
+
+
+class Mutation(NamedTuple):
+    """A seeded bug. The fields are those of mutations.txt."""
+
+    name: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def read_mutations(text: str) -> list[Mutation]:
+    """The bugs of mutations.txt. Raises `ValueError` where a line belongs to no bug."""
+    named: dict[str, list[str]] = {}
+    found: list[tuple[str, list[str], dict[str, list[str]]]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        name, _, rest = line.partition(" ")
+        tests = [test for entry in rest.split() for test in named.get(entry, [entry])]
+        if line.startswith("@"):
+            named[name[1:]] = tests
+        elif line.startswith(("-", "+")) and found:
+            found[-1][2][line[0]].append(line[1:])
+        elif name.endswith(":") and "/" in name:
+            found.append((name[:-1], tests, {"-": [], "+": []}))
+        elif line and not line.startswith("#"):
+            raise ValueError(
+                f"line {number} is {line!r}; it must be a bug's name and tests, or begin with #, @, - or +"
+            )
+    # The last line's end is part of the text only where whole lines are deleted.
+    return [
+        Mutation(name, "\n".join(lines["-"] if lines["+"] else [*lines["-"], ""]), "\n".join(lines["+"]), tuple(tests))
+        for name, tests, lines in found
+    ]
+
+
+MUTATIONS = read_mutations(Path(__file__).with_name("mutations.txt").read_text(encoding="utf-8"))
 
 
 class Scratch:

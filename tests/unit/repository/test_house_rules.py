@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutate import locate, resolve
-from tools.mutations import MUTATIONS
+from tools.mutate import MUTATIONS, locate, resolve
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("kaon", "server", "engine", "kvcache", "models")
