@@ -78,7 +78,7 @@ INLINE vector numbers_of_bytes(const char *from, int kind) {
 /* `zeros`: 32 stored zero points, or NULL. */
 typedef void expander(const char *from, int64_t steps, const char *zeros, bf16 *to);
 
-INLINE void expand_any(const char *from, int64_t steps, const char *zeros, bf16 *to, int kind) {
+SPECIALIZED void expand_any(const char *from, int64_t steps, const char *zeros, bf16 *to, int kind) {
     for (int64_t line = 0; line < steps * DEPTH; line++, to += 2 * LANES)
         for (int half = 0; half < 2; half++) {
             vector numbers, less = all(kind == INT4 ? MIDDLE : 0);
@@ -228,7 +228,7 @@ AVX2 INLINE __m256i avx2_int8(__m256i both) {
     return avx2_pairs(_mm256_cvtepi32_ps(even), _mm256_cvtepi32_ps(odd));
 }
 
-AVX2 INLINE void avx2_expand(const char *from, int64_t steps, const char *stored, bf16 *to, int kind) {
+AVX2 SPECIALIZED void avx2_expand(const char *from, int64_t steps, const char *stored, bf16 *to, int kind) {
     avx2_words zeros[2][2];
     for (int i = 0; i < 4; i++)
         zeros[i / 2][i % 2] = kind == INT4 ? (avx2_words)_mm256_set1_ps(16 + MIDDLE) : (avx2_words){0};
@@ -372,7 +372,7 @@ AVX512 INLINE bits avx512_words_of(int kind, const bits held[2][1], int line, in
         codes, kind == FP4 ? table_of_fp4() : has_zeros ? table_of_differences() : table_of_int4());
 }
 
-AVX512 INLINE void avx512_expand(const char *from, int64_t steps, const char *stored, bf16 *to, int kind) {
+AVX512 SPECIALIZED void avx512_expand(const char *from, int64_t steps, const char *stored, bf16 *to, int kind) {
     const int lines = kind < INT8 ? 4 : 2;
     bits zeros[2][2], held[2][1];
     for (int tile = 0; stored && tile < 2; tile++) avx512_zeros(kind, stored + tile * LANES, zeros[tile]);

@@ -91,7 +91,7 @@ TARGET INLINE void NAME(add_scaled)(NAME(floats) scales, NAME(floats) found, flo
 }
 
 /* Rows times stored numbers, for some vectors of outputs from `first` on. `by`: of each group of the part. */
-TARGET INLINE void NAME(add_outputs)(const struct coded_part *part, const struct NAME(factors) *by, const char *x,
+TARGET SPECIALIZED void NAME(add_outputs)(const struct coded_part *part, const struct NAME(factors) *by, const char *x,
                                      int64_t row, int64_t stride, int rows, int first) {
     const bf16 *weight = part->numbers + first * WIDTH / LANES * TILE + first * WIDTH % LANES * 2;
     const char *ahead = part->ahead;
@@ -201,7 +201,7 @@ TARGET INLINE NAME(operand) NAME(operand_of)(int kind, const NAME(held) held, in
 }
 
 /* `groups` groups of as many steps times rows and panels, all three constants. */
-TARGET INLINE void NAME(add_groups)(const struct coded_part *part, const char *header, const char *x, int64_t steps,
+TARGET SPECIALIZED void NAME(add_groups)(const struct coded_part *part, const char *header, const char *x, int64_t steps,
                                     int rows, int panels, int groups, int kind, int has_zeros) {
     const struct codes *codes = part->codes;
     const int64_t of_step = bytes_of_codes(kind), of_tile = of_step / 2, apart = part->apart;
@@ -272,7 +272,7 @@ TARGET INLINE void NAME(add_groups)(const struct coded_part *part, const char *h
 }
 
 /* Rows times panels, both constants: all groups of these. */
-TARGET INLINE void NAME(add_panels)(const struct coded_part *part, int rows, int panels, int kind, int has_zeros) {
+TARGET SPECIALIZED void NAME(add_panels)(const struct coded_part *part, int rows, int panels, int kind, int has_zeros) {
     const char *header = part->header, *x = part->x;
     int64_t in_group = part->codes->group / DEPTH, left = part->steps;
     const int groups = rows == 1 && panels == 1 && kind < INT8 ? GROUPS : 1;
@@ -289,7 +289,7 @@ TARGET INLINE void NAME(add_panels)(const struct coded_part *part, int rows, int
 
 #define ADD_SOME(count) \
     if (rows == count && panels == 1) NAME(add_panels)(part, count, 1, kind, has_zeros);
-TARGET INLINE void NAME(add_codes)(const struct coded_part *part, int64_t rows, int64_t panels, int kind,
+TARGET SPECIALIZED void NAME(add_codes)(const struct coded_part *part, int64_t rows, int64_t panels, int kind,
                                    int has_zeros) {
     if (panels == PANELS) NAME(add_panels)(part, 1, PANELS, kind, has_zeros);
     UP_TO(CODE_ROWS, ADD_SOME)

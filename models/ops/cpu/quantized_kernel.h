@@ -75,7 +75,7 @@ TARGET INLINE void NAME(add_step4)(const int8_t *x, const char *tiles, NAME(ints
 
 /* One step of rows, so few that a block's integers stay in registers, times some vectors of outputs. With 8 bits the
  * integers of both steps are scaled after the second, with 4 bits those of each. */
-TARGET INLINE void NAME(add_step)(const int8_t *x, const int32_t *offsets, const char *tiles, const bf16 *weight_scales,
+TARGET SPECIALIZED void NAME(add_step)(const int8_t *x, const int32_t *offsets, const char *tiles, const bf16 *weight_scales,
                                   NAME(ints) i[ROWS][AT_ONCE], NAME(floats) f[ROWS][AT_ONCE], struct lines *ahead,
                                   int step, int rows, int bits) {
     x += step * BYTES_OF_TILE, offsets += step * LANES, tiles += step * 2 * BYTES_OF_TILE * bits / 8;
@@ -98,7 +98,7 @@ TARGET INLINE void NAME(add_step)(const int8_t *x, const int32_t *offsets, const
 
 /* Those rows times some vectors of a panel's outputs, from `first` on. Only with the most rows do the steps have code of
  * their own: products are 3 % faster then, but fewer rows, which wait for memory, would be up to 16 % slower. */
-TARGET INLINE void NAME(add_outputs)(const int8_t *x, const float *scales, const int32_t *offsets,
+TARGET SPECIALIZED void NAME(add_outputs)(const int8_t *x, const float *scales, const int32_t *offsets,
                                      const struct quantized_panel *panel, int first, float *sums,
                                      struct lines *ahead, int rows, int bits) {
     NAME(floats) f[ROWS][AT_ONCE];

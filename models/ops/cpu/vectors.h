@@ -19,6 +19,14 @@ typedef bf16 halves __attribute__((vector_size(LANES * 2)));
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* A function that is compiled for the constants of each of its callers. Builds for sanitizers do not optimise, so that
+ * all copies would be the same code, and take most of the time to compile. */
+#ifdef KAON_SANITIZE
+#define SPECIALIZED static inline
+#else
+#define SPECIALIZED INLINE
+#endif
+
 INLINE vector all(float value) { return value - (vector){0}; }
 
 INLINE vector choose(integers condition, vector yes, vector no) {
