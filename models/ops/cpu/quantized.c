@@ -4,6 +4,7 @@
 #include "vectors.h"
 
 #define STAGED_VALUES (1 << 20) /* of rows that a cached panel is multiplied by: 16 rows always fit */
+#define WHOLE_PANEL (128 << 10) /* bytes of a panel that may be read again for each few rows */
 #define MOST_HELD 16            /* panels of gates that wait for those of the other half, if rows are few */
 #define AHEAD 8192              /* bytes between the read and the prefetched addresses of a weight */
 
@@ -150,28 +151,49 @@ static void stage_rows(const struct linear *op, struct place *at, int64_t first,
     prepare_rows(at->isa, count);
 }
 
-/* Sums of staged rows times one panel. As many blocks at once as stay in the L1 cache from row to row. */
-static void multiply_panel(const struct linear *op, const struct place *at, int64_t rows, int64_t number) {
+/* For so few values a compiler or library uses REP STOS, which takes as long to begin as dozens of products. */
+static void clear(float *sums, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        store(sums + i, (vector){0});
+        __asm__ volatile("" ::: "memory");
+    }
+}
+
+/* How many of `rows` staged rows are multiplied by a whole panel before the next ones. If vectors multiply many rows by a
+ * small panel, so few that their sums stay in the first cache until they are rounded, otherwise all. */
+static int64_t rows_at_once(const struct place *at, int64_t rows, int64_t inputs) {
+    int64_t bytes = parts(inputs, BLOCK) * bytes_of_block(at->bits);
+    int is_whole = rows > FEW_ROWS && bytes <= WHOLE_PANEL && !quantized_products(at->isa, rows, at->bits)->unpacks;
+    return is_whole ? LANES : rows;
+}
+
+/* Sums of `rows` staged rows from `first` on, of `all` staged ones, times one panel. If these are all, as many blocks at
+ * once as stay in the first cache from row to row. */
+static void multiply_panel(const struct linear *op, const struct place *at, int64_t first, int64_t rows, int64_t all,
+                           int64_t number) {
     struct quantized_bench *bench = at->bench;
     int64_t bits = at->bits;
     const struct quantized_products *by = quantized_products(at->isa, rows, bits);
-    int64_t blocks = parts(op->in_features, BLOCK), groups = parts(rows, TWO_TILES), size = bytes_of_block(bits);
+    int64_t blocks = parts(op->in_features, BLOCK), size = bytes_of_block(bits), before = first / LANES * blocks;
+    int64_t groups = parts(all, rows < all ? LANES : TWO_TILES), at_once = rows < all ? blocks : BLOCKS_AT_ONCE;
     const char *weight = (const char *)op->weight + number * blocks * size;
-    memset(bench->sums, 0, rows * PANEL * sizeof(float));
-    for (int64_t block = 0; block < blocks; block += BLOCKS_AT_ONCE) {
+    clear(bench->sums, rows * PANEL);
+    for (int64_t block = 0; block < blocks; block += at_once) {
         struct quantized_panel panel = {.blocks = weight + block * size, .stride = size, .bits = bits};
-        panel.count = min64(BLOCKS_AT_ONCE, blocks - block);
+        panel.count = min64(at_once, blocks - block);
         panel.values = (const int8_t *)panel.blocks + scales_of_block(bits) * sizeof(bf16);
         panel.values_stride = size;
         if (bits == 4 && by->unpacks) {
             unpack_values(&panel, bench->unpacked);
             panel.values = bench->unpacked, panel.values_stride = BYTES_OF_VALUES;
         }
+        /* The next part, of which each group of rows fetches a share. */
         struct lines ahead = {panel.blocks + panel.count * size, (unsigned)parts(size / LINE, groups), 0, 0};
+        ahead.at += before * ahead.lines * LINE;
         if (groups == 1) ahead = lines_ahead(at->isa, bits, rows, panel.blocks, size);
-        const struct quantized_rows here = {.values = bench->values + block * STEPS * BYTES_OF_TILE,
-                                            .scales = bench->scales + block * LANES,
-                                            .offsets = bench->offsets + block * STEPS * LANES,
+        const struct quantized_rows here = {.values = bench->values + (before + block) * STEPS * BYTES_OF_TILE,
+                                            .scales = bench->scales + (before + block) * LANES,
+                                            .offsets = bench->offsets + (before + block) * STEPS * LANES,
                                             .blocks = blocks,
                                             .count = rows};
         by->multiply(&here, &panel, bench->sums, bench->products, &ahead);
@@ -182,10 +204,13 @@ static void multiply_panel(const struct linear *op, const struct place *at, int6
 static void multiply_panels(const struct linear *op, struct place *at, int64_t first, int64_t count, int64_t panel,
                             int64_t past) {
     stage_rows(op, at, first, count);
-    for (; panel < past; panel++) {
-        multiply_panel(op, at, count, panel);
-        finish_panel(op, at->products, at->bench->sums, first, count, panel * PANEL, at->is_large);
-    }
+    int64_t at_once = rows_at_once(at, count, op->in_features);
+    for (; panel < past; panel++)
+        for (int64_t row = 0, some; row < count; row += some) {
+            some = min64(at_once, count - row);
+            multiply_panel(op, at, row, some, count, panel);
+            finish_panel(op, at->products, at->bench->sums, first + row, some, panel * PANEL, at->is_large);
+        }
 }
 
 static struct cut cut_rounded(const struct linear *op, int64_t bits, int64_t rows, int64_t panels, int threads) {
@@ -220,17 +245,23 @@ static void gate_panels(const struct quantized_gated_linear *quantized, struct p
     const struct linear *op = &quantized->gated.linear;
     struct quantized_bench *bench = at->bench;
     int64_t half = op->out_features / PANEL / 2, stride = panels * PANEL, rows = share->count;
-    for (int64_t i = 0; i < panels; i++) {
-        multiply_panel(op, at, rows, panel + i);
-        round_panel(op, at, rows, panel + i, bench->gates + i * PANEL, stride);
-    }
-    for (int64_t i = 0; i < panels; i++) {
-        bf16 *out = (bf16 *)op->out + share->first * op->out_stride + (panel + i) * PANEL;
-        multiply_panel(op, at, rows, half + panel + i);
-        round_panel(op, at, rows, half + panel + i, bench->ups, PANEL);
-        gate_panel(&quantized->gated.by, bench->gates + i * PANEL, stride, bench->ups, rows, bench->gated);
-        at->products->put(bench->gated, rows, at->is_large, out, op->out_stride);
-    }
+    int64_t at_once = rows_at_once(at, rows, op->in_features);
+    for (int64_t i = 0; i < panels; i++)
+        for (int64_t row = 0, some; row < rows; row += some) {
+            some = min64(at_once, rows - row);
+            multiply_panel(op, at, row, some, rows, panel + i);
+            round_panel(op, at, some, panel + i, bench->gates + row * stride + i * PANEL, stride);
+        }
+    for (int64_t i = 0; i < panels; i++)
+        for (int64_t row = 0, some; row < rows; row += some) {
+            bf16 *out = (bf16 *)op->out + (share->first + row) * op->out_stride + (panel + i) * PANEL;
+            some = min64(at_once, rows - row);
+            multiply_panel(op, at, row, some, rows, half + panel + i);
+            round_panel(op, at, some, half + panel + i, bench->ups, PANEL);
+            const bf16 *gates = bench->gates + row * stride + i * PANEL;
+            gate_panel(&quantized->gated.by, gates, stride, bench->ups, some, bench->gated);
+            at->products->put(bench->gated, some, at->is_large, out, op->out_stride);
+        }
 }
 
 /* Tasks: as `struct cut` says of the gates' panels. With few rows the gates of several panels wait, so that a thread
@@ -262,11 +293,14 @@ void quantized_greedy_head(const struct greedy_head *op, const struct step *step
     const struct cut cut = cut_rounded(&product, op->bits, step->num_tokens, panels, worker->threads);
     struct place at = prepare(worker, op->bits);
     for (struct share share; take_share(&cut, worker, &share);) {
+        int64_t at_once = rows_at_once(&at, share.count, product.in_features);
         stage_rows(&product, &at, share.first, share.count);
-        for (int64_t panel = share.panel; panel < share.past; panel++) {
-            multiply_panel(&product, &at, share.count, panel);
-            keep_best(op, at.bench->sums, share.first, share.count, panel * PANEL, worker->thread);
-        }
+        for (int64_t panel = share.panel; panel < share.past; panel++)
+            for (int64_t row = 0, some; row < share.count; row += some) {
+                some = min64(at_once, share.count - row);
+                multiply_panel(&product, &at, row, some, share.count, panel);
+                keep_best(op, at.bench->sums, share.first + row, some, panel * PANEL, worker->thread);
+            }
     }
 }
 
