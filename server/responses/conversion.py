@@ -84,11 +84,15 @@ _QUICKLY_READ_BYTES = 256 * 2**10
 """A longer conversation is converted in a thread: a small request may continue one with megabytes of sealed items."""
 
 
+_QUICKLY_CONVERTED_TOOLS = 64
+"""More tools are converted in a thread."""
+
+
 async def prepare(
     request: ResponsesRequest, turn: Turn, tools: ToolTable, open: Open, frontend: Frontend, owner: Owner
 ) -> PreparedChat:
     """Prepare the chat for `request`, which adds `turn` to its conversation. Raises `BadRequest`, `Overloaded`."""
-    is_short = turn.total_size() <= _QUICKLY_READ_BYTES
+    is_short = turn.total_size() <= _QUICKLY_READ_BYTES and len(tools.offered) <= _QUICKLY_CONVERTED_TOOLS
 
     async def run(work: Callable[[], Result]) -> Result:
         return work() if is_short else await frontend.jobs.of(owner).text(work, is_large=True)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from server.errors import BadRequest
 from server.ignored import ignore
+from server.schemas.body import MAX_ITEMS
 from server.schemas.chat_tools import free_text_function
 from server.schemas.responses import (
     AllowedFunctions,
@@ -66,11 +67,20 @@ class ToolTable:
     """The tools of one request."""
 
     def __init__(self, request: ResponsesRequest) -> None:
-        """Hosted tools are reported as ignored. Raises `BadRequest` for two tools with the same name."""
-        self.offered = list(_offered(request))
+        """Hosted tools are reported as ignored. Raises `BadRequest` for two tools with the same name, and for too many
+        tools."""
+        self.offered: list[OfferedTool] = []
         self._by_flat: dict[str, OfferedTool] = {}
         self._flat: dict[tuple[str | None, str], str] = {}
-        for each in self.offered:
+        self._of_namespace: dict[str | None, list[OfferedTool]] = {}
+        self._of_name: dict[tuple[str, str], list[OfferedTool]] = {}
+        """By the types and names of tools."""
+        for each in _offered(request):
+            if len(self.offered) == MAX_ITEMS:
+                raise BadRequest(
+                    f"{each.path} is one tool too many; tools and namespaces may hold {MAX_ITEMS} in all",
+                    param="tools",
+                )
             key = each.namespace, each.tool.name
             if key in self._flat:
                 whose = "" if each.namespace is None else f" in the namespace {each.namespace}"
@@ -81,6 +91,9 @@ class ToolTable:
                 )
             self._flat[key] = each.flat
             self._by_flat[each.flat] = each
+            self.offered.append(each)
+            self._of_namespace.setdefault(each.namespace, []).append(each)
+            self._of_name.setdefault((each.tool.type, each.tool.name), []).append(each)
 
     def flat(self, namespace: str | None, name: str) -> str:
         """Return the name of a tool in the prompt, also for a tool that only an earlier turn had."""
@@ -114,10 +127,12 @@ class ToolTable:
 
     def _allowed(self, choice: AllowedFunctions) -> list[str]:
         names: list[str] = []
+        seen: set[tuple[str, str, str | None]] = set()
         for index, each in enumerate(choice.tools):
             if isinstance(each, HostedTool):
                 ignore(f"tool_choice.tools[{index}] ({each.type})")
-            else:
+            elif (key := (each.type, each.name, getattr(each, "namespace", None))) not in seen:
+                seen.add(key)
                 names += self._chosen(each)
         if not names:
             raise BadRequest(
@@ -125,15 +140,14 @@ class ToolTable:
                 "namespace",
                 param="tool_choice",
             )
-        return names
+        return list(dict.fromkeys(names))
 
     def _chosen(self, choice: NamedChoice) -> list[str]:
         """Return the names, as the model sees them, of the tools that `choice` names."""
         if choice.type == "namespace":
-            names = [each.flat for each in self.offered if each.namespace == choice.name]
+            names = [each.flat for each in self._of_namespace.get(choice.name, ())]
         else:
-            kind = CustomTool if choice.type == "custom" else FunctionTool
-            same = [each for each in self.offered if each.tool.name == choice.name and isinstance(each.tool, kind)]
+            same = self._of_name.get((choice.type, choice.name), [])
             names = [each.flat for each in same if each.namespace == choice.namespace]
             if not names and choice.namespace is None and len(same) == 1:
                 names = [same[0].flat]
@@ -167,22 +181,25 @@ def _offered(request: ResponsesRequest) -> Iterator[OfferedTool]:
         if isinstance(item, InputTools):
             listed += [(f"input[{number}].tools[{index}]", tool) for index, tool in enumerate(item.tools)]
     taken = {tool.name for _, tool in listed if isinstance(tool, FunctionTool | CustomTool)}
+    numbers: dict[str, int] = {}
     for path, tool in listed:
         if isinstance(tool, HostedTool):
             ignore(f"{path} ({tool.type})")
         elif isinstance(tool, NamespaceTool):
-            yield from _members(path, tool, taken)
+            yield from _members(path, tool, taken, numbers)
         else:
             yield OfferedTool(tool, None, tool.name, path, "")
 
 
-def _members(path: str, namespace: NamespaceTool, taken: set[str]) -> Iterator[OfferedTool]:
+def _members(path: str, namespace: NamespaceTool, taken: set[str], numbers: dict[str, int]) -> Iterator[OfferedTool]:
+    """`taken` has the names so far. `numbers` has the last number that was appended to each beginning of a name."""
     introduction = f"{namespace.description}\n\n" if namespace.description else ""
     for index, tool in enumerate(namespace.tools):
-        flat, number = flat_name(namespace.name, tool.name), 1
+        flat = flat_name(namespace.name, tool.name)
+        beginning = flat[: _MAX_NAME - 5]
         while flat in taken:
-            number += 1
-            flat = f"{flat_name(namespace.name, tool.name)[: _MAX_NAME - 5]}_{number}"
+            numbers[beginning] = numbers.get(beginning, 1) + 1
+            flat = f"{beginning}_{numbers[beginning]}"
         taken.add(flat)
         yield OfferedTool(tool, namespace.name, flat, f"{path}.tools[{index}]", introduction)
         introduction = ""

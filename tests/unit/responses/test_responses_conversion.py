@@ -134,6 +134,23 @@ async def test_a_long_conversation_is_read_in_a_thread() -> None:
     assert on_main_thread == [True, False]
 
 
+async def test_many_tools_are_converted_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2048 tools took the event loop 106 ms."""
+    frontend = cast(Frontend, SimpleNamespace(jobs=Jobs(Accounts()), loaded=SimpleNamespace(max_model_len=100)))
+    on_main_thread: list[bool] = []
+
+    def to_chat(*_: object) -> None:
+        on_main_thread.append(threading.current_thread() is threading.main_thread())
+        raise BadRequest("enough")
+
+    monkeypatch.setattr(conversion, "to_chat", to_chat)
+    for number in (64, 65):
+        request = request_of(tools=[{"type": "function", "name": f"f{each}"} for each in range(number)])
+        with pytest.raises(BadRequest, match="enough"):
+            await prepare(request, Turn(None, []), ToolTable(request), lambda *_: "", frontend, ANYONE)
+    assert on_main_thread == [True, False]
+
+
 def test_items_get_ids_unless_they_have_one() -> None:
     first, second, third = items_of({"role": "user", "content": "Hi"}, {**CALL, "id": "mine"}, OUTPUT)
     assert first.id.startswith("msg_")

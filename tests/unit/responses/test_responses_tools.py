@@ -6,7 +6,9 @@ import pytest
 
 from server.errors import BadRequest
 from server.ignored import collect
+from server.responses import tools
 from server.responses.tools import ToolTable, flat_name
+from server.schemas.responses import NamespaceTool
 from tests.unit.responses_support import request_of
 
 ADD: dict[str, Any] = {"type": "function", "name": "add", "description": "Add.", "parameters": {"type": "object"}}
@@ -60,11 +62,56 @@ def test_names_depend_on_nothing_but_the_tool() -> None:
 
 
 def test_a_name_twice_is_refused_where_it_is() -> None:
-    for tools in ([ADD, ADD], [ADD, {**PATCH, "name": "add"}]):
+    for given in ([ADD, ADD], [ADD, {**PATCH, "name": "add"}]):
         with pytest.raises(BadRequest, match=r"two functions named add, the second at tools\[1\]"):
-            table_of(*tools)
+            table_of(*given)
     with pytest.raises(BadRequest, match=r"named add in the namespace crm, the second at tools\[1\].tools\[0\]"):
         table_of(CRM, CRM)
+
+
+def test_a_name_twice_is_refused_before_further_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """434 KB of namespaces with one name took the event loop 1.3 s: each member was given a number of its own."""
+    named: list[str] = []
+    monkeypatch.setattr(tools, "flat_name", lambda *name: named.append(flat_name(*name)) or named[-1])
+    with pytest.raises(BadRequest, match=r"the second at tools\[1\].tools\[0\]"):
+        table_of(*[CRM] * 100)
+    assert named == ["crm__add"] * 2
+
+
+def test_numbers_of_names_go_on_where_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each name of the same beginning would count from 2 again."""
+    looked_up: list[str] = []
+
+    class Taken(set[str]):
+        def __contains__(self, name: object) -> bool:
+            looked_up.append(str(name))
+            return super().__contains__(name)
+
+    taken, numbers = Taken(f"n__{'a' * 60}"[:59] + f"{number:05}" for number in range(50)), dict[str, int]()
+    for number in range(50):
+        namespace = request_of(tools=[member("n", f"{'a' * 56}{number:05}")]).tools[0]
+        assert isinstance(namespace, NamespaceTool)
+        (offered,) = tools._members("tools[0]", namespace, taken, numbers)
+        assert offered.flat == f"n__{'a' * 56}_{number + 2}"
+    assert len(looked_up) == 100
+
+
+def test_more_tools_than_a_chat_may_have_are_refused() -> None:
+    many = [
+        {**CRM, "name": f"n{number}", "tools": [{**ADD, "name": f"f{each}"} for each in range(300)]}
+        for number in range(7)
+    ]
+    with pytest.raises(BadRequest, match=r"^tools\[6\].tools\[248\] is one tool too many; .* may hold 2048 in all$"):
+        table_of(*many)
+
+
+def test_a_tool_that_is_allowed_several_times_is_allowed_once() -> None:
+    """Each time that a namespace of 1000 tools was allowed, all of its tools were listed again."""
+    add, crm = {"type": "function", "name": "add"}, {"type": "namespace", "name": "crm"}
+    chosen = [add, crm, {**add, "namespace": "crm"}] * 50
+    request = request_of(tools=[CRM, ADD], tool_choice={"type": "allowed_tools", "mode": "auto", "tools": chosen})
+    choice = ToolTable(request).chat_choice(request.tool_choice)
+    assert [each["function"]["name"] for each in choice["allowed_tools"]["tools"]] == ["add", "crm__add"]
 
 
 def test_hosted_tools_are_left_out_and_reported() -> None:
