@@ -343,20 +343,40 @@ def _first_error(data: dict[str, Any], error: ValidationError, known: Collection
 
 def _locate(data: Any, error: ErrorDetails) -> tuple[str, Any]:
     """Return the path of a field, without pydantic's names of union members, and its value."""
-    path, value = "", data
+    path, value, found = _walk(data, error, skips_types=False)
+    if found != error["input"]:
+        # A name of a union member may also be that of a field: a tool of type function has no field `function` here,
+        # but a client may have sent one.
+        other_path, other_value, found = _walk(data, error, skips_types=True)
+        if found == error["input"]:
+            return other_path, other_value
+    return path, value
+
+
+def _walk(data: Any, error: ErrorDetails, *, skips_types: bool) -> tuple[str, Any, Any]:
+    """Return a path, its value, and the value that pydantic refused: that of the object if the field is absent.
+
+    `skips_types`: whether a step is the name of a union member if it is the `type` of the object.
+    """
+    path, value, found = "", data, data
     loc = error["loc"]
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         loc = (*loc, error["ctx"]["discriminator"].strip("'"))
     absent = error["type"] in ("missing", "union_tag_not_found")
     for index, step in enumerate(loc):
+        is_last = index == len(loc) - 1
         if isinstance(step, int):
             if not (isinstance(value, list) and step < len(value)):
                 continue
             path, value = f"{path}[{step}]", value[step]
-        elif isinstance(value, dict) and (step in value or (absent and index == len(loc) - 1)):
+            found = value
+        elif skips_types and isinstance(value, dict) and value.get("type") == step:
+            continue
+        elif isinstance(value, dict) and (step in value or (absent and is_last)):
             name = step[:_SHOWN_CHARACTERS]
+            found = value if absent and is_last else value.get(step)
             path, value = f"{path}.{name}" if path else name, value.get(step)
-    return path, value
+    return path, value, found
 
 
 def _sentence(path: str, value: Any, errors: list[ErrorDetails]) -> str:

@@ -63,6 +63,15 @@ from tests.unit.responses_support import request_of
         ({"max_output_tokens": 0}, "max_output_tokens is 0", "max_output_tokens"),
         ({"top_logprobs": 21}, "top_logprobs is 21", "top_logprobs"),
         ({"messages": []}, "messages is not a known field", "messages"),
+        # The forms of chat completions.
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name is missing", "tools[0].name"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].name is missing", "tools[0].name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.name is missing", None),
+        (
+            {"text": {"format": {"type": "json_schema", "json_schema": {"name": "n"}}}},
+            "text.format.name is missing",
+            "text.format.name",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(fields: dict[str, Any], said: str, param: str | None) -> None:
