@@ -238,15 +238,19 @@ CLONES static void store_pair(const bf16 *first, const bf16 *second, int64_t dim
 /* A token's values, and the next one's if it is in the same pair. The other half of a pair may be written by another
  * thread: a single token's values are written one by one. */
 static void store_values(const struct rope_store *op, int64_t slot, int64_t token, int with_next) {
-    int64_t dim = op->value_dim, size = op->value_size, offset = slot % op->block_size;
-    bf16 *to = op->v_cache + slot / op->block_size * op->value_stride + offset / 2 * size * 2 + offset % 2;
+    int64_t dim = op->value_dim, step = op->block_size * op->value_size, offset = slot % op->block_size;
+    bf16 *to = op->v_cache + slot / op->block_size * op->value_stride + offset / 2 * op->value_size * 2 + offset % 2;
     const bf16 *v = op->v + token * op->v_stride;
-    for (int64_t head = 0; head < op->kv_heads; head++, v += dim, to += op->block_size * size) {
-        if (with_next && dim >= LANES) store_pair(v, v + op->v_stride, dim, to);
-        else
-            for (int next = 0; next <= with_next; next++)
-                for (int64_t i = 0; i < dim; i++) to[2 * i + next] = v[next * op->v_stride + i];
+    if (with_next && dim >= LANES) {
+        for (int64_t head = 0; head < op->kv_heads; head++, v += dim, to += step)
+            store_pair(v, v + op->v_stride, dim, to);
+        return;
     }
+    for (int64_t head = 0; head < op->kv_heads; head++, v += dim, to += step)
+        for (int64_t i = 0; i < dim; i++) {
+            to[2 * i] = v[i];
+            if (with_next) to[2 * i + 1] = v[i + op->v_stride];
+        }
 }
 
 /* A token's queries and keys. */
@@ -261,7 +265,8 @@ static void store_keys(const struct rope_store *op, int64_t slot, int64_t token)
     if (op->q_norm || op->rotary_dim || op->q_scales) turn_heads(&turn, q, op->q_norm, op->heads, q, dim);
     turn.by = 1;
     turn_heads(&turn, op->k + token * op->k_stride, op->k_norm, op->kv_heads, to, op->block_size * op->key_size);
-    for (int64_t head = 0; head < op->kv_heads && dim < op->key_size; head++)
+    if (dim == op->key_size) return;
+    for (int64_t head = 0; head < op->kv_heads; head++)
         memset(to + head * op->block_size * op->key_size + dim, 0, (op->key_size - dim) * sizeof(bf16));
 }
 
