@@ -45,8 +45,9 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A test passes or fails for what it tests: with the same examples each time, as long as they may take. Those of
-# `make test-long` are drawn anew.
+# `make test-long` are drawn anew, twice as many where a test does not give their number.
 settings.register_profile("anew", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("ci"), max_examples=50)
 settings.load_profile("ci")
 
 # Other people's clients, each in an environment of its own: `make conformance`.

@@ -116,14 +116,15 @@ def _meaning(item: OutputItem) -> tuple[Any, ...]:
     raise AssertionError(item)
 
 
+@pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_call_is_the_same_wherever_its_text_is_cut(dialect: str) -> None:
+def test_a_call_is_the_same_wherever_its_text_is_cut(dialect: str, apart: int) -> None:
     answer_format = AnswerFormat(dialect, "harmony" if dialect == "harmony" else "none")
     text = of(dialect)
     whole = items(answer_format, [text])
     assert whole == [(None, "apply_patch", PATCH), ("mcp__notes", "read_note", TITLE)]
     assert items(answer_format, list(text)) == whole
-    for at in range(1, len(text)):
+    for at in range(1, len(text), apart):
         assert items(answer_format, [text[:at], text[at:]]) == whole
 
 
