@@ -1,31 +1,36 @@
-"""DeepSeek-V2, V3 and V3.2, GLM-4.7-Flash and GLM-5: latent attention, shared and routed experts.
+"""DeepSeek-V2, V3 and V3.2, GLM-4.7-Flash, GLM-5 and Mistral 4: latent attention, shared and routed experts.
 
 In V3.2 and GLM-5 an indexer selects the tokens to attend to; some layers of GLM-5 reuse the previous layer's
-selection.
+selection. Mistral 4 scales queries by position beyond the original context, as Ministral 3 does.
 """
 
 import math
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM, LlamaMLP
+from models.architectures.ministral3 import query_growth
 from models.architectures.registry import INDEXED_LAYERS, ConfigFacts, architecture
+from models.attention.context import get_forward_context
 from models.config.fields import Fields
 from models.layers.base import CacheSpec
 from models.layers.mla import LightningIndexer, MLAAttention, MLAShape
 from models.layers.moe import FusedMoE, SparseMoE
+from models.layers.rotary import position_scales
 from models.layers.routing import GroupedRouter, Scoring, experts_per_token, groups_of_experts
 from models.ops.activation import gated_activation
 from models.parallel.tensor_parallel import TensorParallel
 
-_V32, _GLM5 = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
+_V2, _V32, _GLM5 = "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
+_MISTRAL4 = "Mistral4ForCausalLM"
 _GREEDY, _GROUPED, _CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
 
 
 class DeepseekAttention(MLAAttention):
-    """Latent attention, with an indexer in architectures that have one."""
+    """Latent attention, with an indexer or with scaled queries in architectures that have them."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         name = f"model.layers.{layer}.self_attn"
@@ -33,6 +38,14 @@ class DeepseekAttention(MLAAttention):
         shares = config.architecture == _GLM5 and shares_selection(config, layer)
         indexer = _indexer(config, f"{name}.indexer") if is_indexed and not shares else None
         super().__init__(name, mla_shape(config), indexer=indexer, shares_selection=shares, parallel=parallel)
+        self.beta = query_growth(config) if config.architecture == _MISTRAL4 else 0.0
+        self.length = config.rope.original_max_len
+
+    def query_scales(self) -> torch.Tensor | None:
+        """Factors of the step's queries. # [tokens, 1] float32"""
+        if not self.beta:
+            return None
+        return position_scales(get_forward_context().context.positions, self.beta, self.length)
 
 
 _LATENT = ConfigFacts(head_dim_field="qk_rope_head_dim")
@@ -53,13 +66,43 @@ _LITE_FACTS = ConfigFacts(
 )
 
 
-@architecture("DeepseekV2ForCausalLM", _LATENT)
+def _rotated_parts(config: Fields) -> Fields:
+    """Mistral 4's `partial_rotary_factor` is the share of `qk_rope_head_dim`, which is rotated whole, in a head."""
+    rope, nope = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
+    values = dict(config.values)
+    for name in ("rope_parameters", "rope_scaling"):
+        section = config.section(name)
+        if section is not None and section.has("partial_rotary_factor"):
+            if round(section.number("partial_rotary_factor") * (rope + nope)) != rope:
+                raise section.invalid(
+                    "partial_rotary_factor", f"{rope / (rope + nope)}, the share of qk_rope_head_dim"
+                )
+            values[name] = {key: value for key, value in section.values.items() if key != "partial_rotary_factor"}
+    return Fields(values, config.where)
+
+
+_MISTRAL4_FACTS = ConfigFacts(
+    defaults={
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+    },
+    complete=_rotated_parts,
+    head_dim_field="qk_rope_head_dim",
+    renamed={"num_local_experts": "n_routed_experts"},
+)
+
+
+@architecture(_V2, _LATENT)
 @architecture("DeepseekV3ForCausalLM", _LATENT)
 @architecture(_V32, _INDEXED)
 @architecture(_GLM5, _GLM5_FACTS)
 @architecture("Glm4MoeLiteForCausalLM", _LITE_FACTS)
+@architecture(_MISTRAL4, _MISTRAL4_FACTS)
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    """DeepSeek-V2, V3 or V3.2, GLM-4.7-Flash or GLM-5, with its language-model head."""
+    """DeepSeek-V2, V3 or V3.2, GLM-4.7-Flash, GLM-5 or Mistral 4, with its language-model head."""
 
     attention: ClassVar[type[nn.Module]] = DeepseekAttention
 
@@ -161,12 +204,15 @@ def is_sparse(fields: Fields, layer: int) -> bool:
 
 def _router(config: ModelConfig, num_experts: int) -> GroupedRouter:
     fields = config.fields
-    is_v2 = config.architecture == "DeepseekV2ForCausalLM"
-    methods = (_GREEDY, _GROUPED) if is_v2 else (_CORRECTED,)
+    is_v2, is_mistral = config.architecture == _V2, config.architecture == _MISTRAL4
+    methods = (_GREEDY, _GROUPED) if is_v2 else (_GREEDY,) if is_mistral else (_CORRECTED,)
     method = fields.string("topk_method", methods[0])
     if method not in methods:
         raise fields.invalid("topk_method", f"{' or '.join(methods)} for {config.architecture}")
-    scoring: Scoring = "softmax" if is_v2 else "sigmoid"
+    if is_mistral and fields.integer("topk_group") < fields.integer("n_group"):
+        # Without a correction bias, our routers judge a group by its best expert, transformers by its two best ones.
+        raise fields.invalid("topk_group", "n_group: all groups of experts are eligible")
+    scoring: Scoring = "softmax" if is_v2 or is_mistral else "sigmoid"
     if fields.string("scoring_func", scoring) != scoring:
         raise fields.invalid("scoring_func", f"{scoring} for {config.architecture}")
     renormalize = fields.boolean("norm_topk_prob", not is_v2)
@@ -182,7 +228,7 @@ def _router(config: ModelConfig, num_experts: int) -> GroupedRouter:
         experts_per_token(fields, num_experts // num_groups * top_groups),
         renormalize=renormalize,
         scoring=scoring,
-        has_correction_bias=not is_v2,
+        has_correction_bias=method == _CORRECTED,
         num_groups=num_groups,
         top_groups=top_groups,
         scaling_factor=fields.number("routed_scaling_factor"),

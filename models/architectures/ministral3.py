@@ -21,16 +21,20 @@ class Ministral3Attention(LlamaAttention):
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
-        fields = config.fields
-        rope = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.where)
-        self.beta = rope.number(_BETA) if rope.values.get(_BETA) else 0.0
-        self.length = config.rope.original_max_len
+        self.beta, self.length = query_growth(config), config.rope.original_max_len
 
     def query_scales(self) -> torch.Tensor | None:
         """Factors of the step's queries. # [tokens, 1] float32"""
         if not self.beta:
             return None
         return position_scales(get_forward_context().context.positions, self.beta, self.length)
+
+
+def query_growth(config: ModelConfig) -> float:
+    """Read the factor by which queries grow beyond the original context; 0 if they do not."""
+    fields = config.fields
+    rope = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.where)
+    return rope.number(_BETA) if rope.values.get(_BETA) else 0.0
 
 
 @architecture("Ministral3ForCausalLM", ConfigFacts(defaults={"head_dim": 128}, is_windowed=True))

@@ -164,6 +164,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "KimiLinearForCausalLM": "models.architectures.kimi_linear",
         "OlmoHybridForCausalLM": "models.architectures.olmo_hybrid",
         "Glm4MoeLiteForCausalLM": "models.architectures.deepseek_v2",
+        "Mistral4ForCausalLM": "models.architectures.deepseek_v2",
         "MiniMaxForCausalLM": "models.architectures.minimax",
         "Zamba2ForCausalLM": "models.architectures.zamba2",
         "MiMoV2FlashForCausalLM": "models.architectures.mimo_v2",
@@ -275,6 +276,7 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "Mistral3ForConditionalGeneration": {
             "ministral3": "Ministral3ForCausalLM",
             "mistral": "MistralForCausalLM",
+            "mistral4": "Mistral4ForCausalLM",
         },
         "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": "Qwen2ForCausalLM"},
         "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": "Qwen2ForCausalLM"},

@@ -110,6 +110,21 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "rms_norm_eps": 1e-06,
             "sliding_window": 4096,
         },
+        "Mistral4ForCausalLM": {
+            "max_position_embeddings": 1048576,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
         "MixtralForCausalLM": {
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,

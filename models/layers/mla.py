@@ -19,6 +19,7 @@ from models.layers.parameter import mark_read_directly
 from models.ops.cpu import runtime
 from models.ops.cpu import selection as ops
 from models.ops.cpu.latent_attention import PackedHeads
+from models.ops.norm import scale_rows
 from models.ops.torch_ops import rotate
 from models.ops.types import AttentionOptions, LatentInputs, Rotation, VectorCache
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
@@ -206,11 +207,18 @@ class MLAAttention(nn.Module):
         if shape.q_lora_rank is not None:
             q_latent = self.q_a_layernorm(q)
             q = self.q_b_proj(q_latent)
+        scales = self.query_scales()
+        if scales is not None:
+            q, _ = scale_rows(q, scales)
         latent = self.kv_a_proj_with_mqa(hidden, rounded)
         indexed = () if self.indexer is None else self.indexer(hidden, q_latent, cos, sin)
         q = q.view(num_tokens, self.num_heads, -1)
         attended = self._attend(q, latent, *indexed, shared=(cos, sin))
         return self.o_proj(self.gated(attended, hidden).view(num_tokens, -1))  # type: ignore[no-any-return]
+
+    def query_scales(self) -> torch.Tensor | None:
+        """Factors of the step's queries; None without factors. # [tokens, 1] float32"""
+        return None
 
     def gated(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the output gate, if any; `hidden`: the layer's input. # [tokens, heads, v] -> the same"""

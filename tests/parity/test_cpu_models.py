@@ -86,6 +86,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "JambaForCausalLM": {"head_dim": 32, "intermediate_size": 64, "hidden_size": 128, "num_attention_heads": 4},
     "KimiLinearForCausalLM": {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "linear_head_dim": 32},
     "OlmoHybridForCausalLM": {"head_dim": 32, "linear_value_head_dim": 32},
+    "Mistral4ForCausalLM": {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "head_dim": 64, "kv_lora_rank": 64},
     "Glm4MoeLiteForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 64},
     "MiniMaxForCausalLM": {"head_dim": 32, "intermediate_size": 64},
     "Lfm2MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},

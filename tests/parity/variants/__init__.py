@@ -34,6 +34,7 @@ DERIVED = frozenset(
         *("Qwen2MoeForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"),
         *("BambaForCausalLM", "FalconH1ForCausalLM", "Lfm2MoeForCausalLM", "Mamba2ForCausalLM"),
         *("Lfm3ForCausalLM", "MiniMaxForCausalLM", "FalconMambaForCausalLM", "Glm4MoeLiteForCausalLM"),
+        "Mistral4ForCausalLM",
         *("OlmoHybridForCausalLM", "JambaForCausalLM", "Gemma3nForCausalLM", "Zamba2ForCausalLM"),
         *("CwmForCausalLM", "ExaoneMoeForCausalLM", "Gemma4UnifiedForCausalLM", "HYV3ForCausalLM"),
         *("MinistralForCausalLM", "SolarOpenForCausalLM", "PhimoeForCausalLM"),

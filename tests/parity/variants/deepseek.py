@@ -3,6 +3,7 @@
 from typing import Any
 
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
@@ -11,6 +12,8 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
 )
 from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
 
@@ -52,6 +55,20 @@ _V32 = Family(
     {**_MLA, "index_n_heads": 16, "index_head_dim": 24, "index_topk": 16},
 )
 _LITE = Family(Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, _MLA)
+# transformers maps its causal language model to images and text only.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+_MISTRAL4 = Family(
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    {
+        **_MLA,
+        "first_k_dense_replace": 0,
+        # transformers computes the number of rotated dimensions as a share of the head, which must be exact.
+        "head_dim": 32,
+        "qk_nope_head_dim": 24,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    },
+)
 _GLM5 = Family(
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
@@ -187,6 +204,39 @@ VARIANTS = [
             "norm_topk_prob": False,
             "num_attention_heads": 6,
             "num_key_value_heads": 6,
+        },
+    ),
+    Variant("Mistral4ForCausalLM", "stretched context, growing queries, experts in all layers", _MISTRAL4, {}),
+    Variant(
+        "Mistral4ForCausalLM",
+        "queries that grow early and have no latent, first layer dense, two shared experts, tied",
+        _MISTRAL4,
+        {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                **{name: value for name, value in _YARN.items() if "mscale" not in name},
+                "attention_factor": 1.0,
+                "llama_4_scaling_beta": 0.2,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    Variant(
+        "Mistral4ForCausalLM",
+        "queries that do not grow, rope in halves, weights scaled and not normalised, biases",
+        _MISTRAL4,
+        {
+            "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.0},
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "v_head_dim": 24,
         },
     ),
 ]
