@@ -439,7 +439,8 @@ def _keep_attention(
 
 
 def _rows_of(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """A copy of some blocks. # -> [blocks, Hkv, block, D]"""
+    """A copy of some blocks, including padding. # [all blocks, Hkv, block, D] -> [blocks, Hkv, block, padded D]"""
+    pages = pages.as_strided((*pages.shape[:-1], pages.stride(2)), pages.stride())
     if pages.dtype.itemsize == 1:
         return pages.view(torch.uint8)[blocks].view(pages.dtype)
     return pages[blocks]

@@ -11,7 +11,7 @@ from models.layers.moe import ExpertRow, FusedMoE
 from models.layers.parameter import onednn_of, packed_of
 from models.ops import triton
 from models.ops.cpu import dense as ops
-from models.ops.cpu.packed_weight import PackedWeight
+from models.ops.cpu.packed_weight import PackedWeight, padded
 from models.ops.paged_attention import attend_row
 from models.ops.self_test import FLOAT32, rounding_bound
 from models.ops.stored_weight import stored_of
@@ -37,13 +37,14 @@ def recompute_attention(
     """Return the error of a token's attention to cached keys and values.
 
     `keys`: the range of the blocks' tokens to which the token attends. `found`: the operator's result. `is_paired`:
-    whether each 16 tokens' values are stored as [8 pairs, D, 2].
+    whether each 16 tokens' values are stored as [8 pairs, D, 2]. `k` and `v` include the padding of the cache.
 
-    # q and found [Hq, D], k and v [blocks, Hkv, block size, D] -> []
+    # q and found [Hq, D], k and v [blocks, Hkv, block size, padded D] -> []
     """
     if is_paired:
         blocks, heads, size, dim = v.shape
         v = v.reshape(blocks, heads, size // _PAIRED, _PAIRED // 2, dim, 2).transpose(-1, -2).reshape(v.shape)
+    k, v = k[..., : q.shape[1]], v[..., : found.shape[1]]
     by_head = (each.transpose(0, 1).flatten(1, 2)[:, keys].float() for each in (k, v))
     k, v = (each * scale for each, scale in zip(by_head, (options.k_scale, options.v_scale), strict=True))
     exact, magnitude = (attend_row(q[None].float(), k, each, options, sinks)[0] for each in (v, v.abs()))
@@ -119,7 +120,7 @@ def _rows(weight: nn.Parameter, some: slice, expert: int | None, dtype: torch.dt
     if packed is not None:
         if type(packed) is not PackedWeight:
             return None
-        first = 0 if expert is None else expert * weight.shape[1]
+        first = 0 if expert is None else expert * padded(weight.shape[1])
         return ops.embed(torch.arange(first + some.start, first + some.stop), packed).float()
     at = some if expert is None else (expert, some)
     stored = stored_of(weight)

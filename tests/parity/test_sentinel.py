@@ -91,6 +91,17 @@ def test_sound_steps_raise_no_alarm(checkpoint: Path, steps: int, monkeypatch: p
     assert mismatches == 0
 
 
+@needs_operators
+def test_padded_heads_and_experts_raise_no_alarm(tmp_path: Path) -> None:
+    variant = next(one for one in all_variants() if one.architecture == "Qwen3MoeForCausalLM")
+    sizes = {"head_dim": 20, "hidden_size": 72, "moe_intermediate_size": 40}
+    runner = watched(make_checkpoint(tmp_path, variant.family, **variant.overrides | sizes))
+    assert runner.program is not None, "the operators compute all layers"
+    decode(runner, 24)
+    assert runner.sentinel_counts()[0] >= 12
+    assert not runner.sentinel.mismatches  # type: ignore[union-attr]
+
+
 SPOILED = {
     "attention": (attention_ops, "attention"),
     "linear": (dense_ops, "linear"),
