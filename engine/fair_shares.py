@@ -182,13 +182,14 @@ class FairShares:
         """Make all owners equal, because nothing is left to compute when `owner` begins to wait.
 
         Recent service counts further, so that owners whose work comes in bursts are not the lightest at the start of
-        each. That of `owner` does not: what it uses of an idle engine delays no other.
+        each. That of `owner` does not: what it uses of an idle engine delays no other. It does not become new by that.
         """
         is_new, was_served = self.is_new(owner), owner in self._recent or owner in self._before
         self._num_new -= was_served and is_new
         self._num_known -= was_served and not is_new
         for service in (self._recent, self._before):
             service.pop(owner, None)
-        self._served = dict.fromkeys(self._served.keys() & (self._recent.keys() | self._before.keys()), 0.0)
+        kept = self._recent.keys() | self._before.keys() | (set() if is_new else {owner})
+        self._served = dict.fromkeys(self._served.keys() & kept, 0.0)
         self._new_served = self._now = self._furthest = 0.0
         self._most_kept = _OWNERS_KEPT

@@ -246,8 +246,8 @@ class Scheduler:
         self.drafts.begin_step()
         step = StepBuilder(self.limits.num_tokens, self.mtp_k)
         may_admit = self._passed_delay(now)
+        self._shares.set_time(now)
         if self.step_budget is not None:
-            self._shares.set_time(now)
             self.step_budget.begin_step(self._pool.owners, now, has_slot=self._pool.has_slot())
         if self.mixed or self.step_budget is not None:
             if self._schedule_decodes(step):

@@ -114,6 +114,19 @@ def test_what_an_owner_used_of_an_idle_engine_does_not_count() -> None:
     assert made.scheduler._shares.recent("steady") < 0.5
 
 
+@pytest.mark.parametrize("max_step_seconds", [0.5, None])
+def test_owners_that_came_once_are_forgotten(max_step_seconds: float | None) -> None:
+    """Without a bound of a step's time, too: a client has any number of addresses."""
+    made = SimulatedEngine(device(0.001, 0.0001), max_step_seconds=max_step_seconds)
+    for number in range(200):
+        made.add(30, 2, owner=f"address {number}", at=made.now)
+        made.run()
+        made.now += 0.5
+    shares = made.scheduler._shares
+    assert len(shares._recent) + len(shares._before) + len(shares) <= 64
+    assert shares.recent("address 0") == 0.0
+
+
 def test_choices_of_one_request_count_as_their_tokens() -> None:
     made = engine(enable_prefix_caching=False)
     choices = [made.add(1500, 5, owner="many choices", at=made.now) for _ in range(30)]

@@ -168,6 +168,23 @@ def test_a_known_owner_with_little_service_precedes_new_ones_however_many_came()
     assert shares.recent("light") < shares.recent("new") < 0.75 < 1.0 < shares.recent("heavy")
 
 
+def test_a_known_owner_that_finds_the_engine_idle_stays_known() -> None:
+    shares = established(["light", "heavy"])
+    shares.restart("light")
+    shares.join("light")
+    assert not shares.is_new("light")
+    shares.serve("light", 50)
+    for number in range(100):
+        shares.join(f"new {number}")
+        shares.serve(f"new {number}", 10)
+    shares.serve("heavy", 4000)
+    assert shares.lightest(["new 0", "heavy", "light"]) == "light"
+    shares.restart("another")
+    assert shares.is_new("another")
+    shares.join("another")
+    assert shares.is_new("another")
+
+
 def test_owners_that_begin_together_are_equal_from_the_start() -> None:
     shares = FairShares(CREDIT_TOKENS)
     for number in range(10):
