@@ -167,5 +167,8 @@ def cpu_budget(config: Config, root: Path = Path("/"), *, activations: int = 0, 
 
 
 def gib(num_bytes: int) -> str:
-    """A number of bytes for messages."""
-    return f"{num_bytes / GIB:.2f} GiB"
+    """A number of bytes for messages: in GiB, or in a smaller unit if it is below 0.01 GiB."""
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size / 100:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"

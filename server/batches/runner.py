@@ -94,7 +94,10 @@ def open_store(config: ServerConfig) -> BatchStore:
         except OSError as error:
             if error.strerror is None:
                 raise  # A sentence of the store's.
-            raise OSError(f"data_dir is {folder}, which cannot be used: {error.strerror}") from error
+            raise OSError(
+                f"data_dir is {folder}, which cannot be used: {error.strerror}; let this user write to it, or give "
+                "another directory"
+            ) from error
     states = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     existing = next(each for each in (states, *states.parents) if each.exists())
     if config.port and os.access(existing, os.W_OK):

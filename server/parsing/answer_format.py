@@ -376,7 +376,9 @@ async def tool_grammar(
         text: str | None = await grammars.write(write)
         return None if text is None else await grammars.check(text)
     except InvalidGrammar as error:
-        raise InvalidRequest(f"{together}: {error}", "tools" if functions else "response_format") from error
+        if functions:
+            raise InvalidRequest(f"{together}: {error}", "tools") from error
+        raise InvalidRequest(f"the form of the answer cannot be followed: {error}", "response_format") from error
 
 
 def _any_of(functions: Sequence[Function], use: ToolUse) -> str:

@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from engine.config.paths import resolve_checkpoint
+from engine.text.io_processor import InvalidRequest
 from engine.text.structured.compiler import GrammarChecks, GrammarCompiler
 from engine.text.structured.parser_setup import token_trie
 from engine.text.structured.spec import GrammarSpec, InvalidGrammar
@@ -227,6 +228,16 @@ def test_a_grammar_that_a_dialect_makes_much_longer_than_its_schemas_is_not_writ
     with pytest.raises(ValueError, match=r"^the schemas of tools cannot be followed together: .*max_grammar_bytes"):
         asyncio.run(tool_grammar(answer_format, use, None, prompt_tail="", grammars=GrammarChecks(compiler, write)))
     assert len(written) == 1  # the schemas, and not the dialect's grammar around them
+
+
+def test_content_whose_grammar_is_too_long_with_reasoning_is_not_blamed_on_tools(compiler: GrammarCompiler) -> None:
+    content = f'start: "{"a" * (compiler.max_bytes - 20)}"'
+    whole = tool_grammar(
+        AnswerFormat("hermes", "think"), ToolUse(()), content, prompt_tail="", grammars=GrammarChecks(compiler)
+    )
+    with pytest.raises(InvalidRequest, match=r"^the form of the answer cannot be followed: .*max_grammar") as refused:
+        asyncio.run(whole)
+    assert refused.value.param == "response_format"
 
 
 def test_a_text_that_is_too_long_is_refused_before_it_is_parsed(compiler: GrammarCompiler) -> None:

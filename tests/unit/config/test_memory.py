@@ -251,7 +251,16 @@ def test_ranks_with_other_room_measure_a_step_of_as_many_sequences() -> None:
     assert roomy.calls == full.calls == ["give_back", "reset_peak", "step of 16"]
 
 
-def test_a_cache_without_room_for_a_block_says_how_much_is_missing() -> None:
+@pytest.mark.parametrize(
+    ("block_bytes", "missing"),
+    [
+        (GIB, r"0\.50 GiB"),
+        (GIB // 2 + 2**21, r"2\.00 MiB"),
+        (GIB // 2 + 4000, r"3\.91 KiB"),
+        (GIB // 2 + 1, "1 bytes"),
+    ],
+)
+def test_a_cache_without_room_for_a_block_says_how_much_is_missing(block_bytes: int, missing: str) -> None:
     found = MemoryBudget(GIB // 2, "half a GiB is left", "gpu_memory_utilization")
-    with pytest.raises(ValueError, match=r"0\.50 GiB are missing: free memory or raise gpu_memory_utilization$"):
-        kv_cache_size(Config(), block_bytes=GIB, slot_bytes=0, max_model_len=100, budget=lambda: found)
+    with pytest.raises(ValueError, match=f"{missing} are missing: free memory or raise gpu_memory_utilization$"):
+        kv_cache_size(Config(), block_bytes=block_bytes, slot_bytes=0, max_model_len=100, budget=lambda: found)
