@@ -205,15 +205,22 @@ def _refuse_size(what: str, max_bytes: int) -> NoReturn:
 
 
 def check_request_limits(
-    request: SamplingFields, frontend: Frontend, *, num_prompts: int = 1, num_choices: int | None = None
+    request: SamplingFields,
+    frontend: Frontend,
+    *,
+    num_prompts: int = 1,
+    num_choices: int | None = None,
+    least_stop_strings: int = 0,
 ) -> None:
-    """Raise `BadRequest` if a value exceeds a limit of the configuration. `num_choices` defaults to `n`."""
+    """Raise `BadRequest` if a value exceeds a limit of the configuration. `num_choices` defaults to `n`;
+    `least_stop_strings` are allowed with any configuration."""
     limits = frontend.config.server_config
+    most_stop_strings = max(limits.max_stop_strings, least_stop_strings)
     if request.n > limits.max_n:
         raise BadRequest(f"n is {request.n}; it must be at most {limits.max_n} (max_n)", param="n")
-    if len(request.stop) > limits.max_stop_strings:
+    if len(request.stop) > most_stop_strings:
         raise BadRequest(
-            f"stop holds {len(request.stop)} strings; it may hold {limits.max_stop_strings} (max_stop_strings)",
+            f"stop holds {len(request.stop)} strings; it may hold {most_stop_strings} (max_stop_strings)",
             param="stop",
         )
     num_choices = num_choices or request.n

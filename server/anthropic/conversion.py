@@ -59,6 +59,10 @@ Message: TypeAlias = dict[str, Any]
 OpenSeal: TypeAlias = Callable[[Kind, str], str]
 """Decrypts a sealed text. Raises `Foreign` and `Changed`."""
 
+MAX_STOP_SEQUENCES = 64
+"""Most stop sequences, unless `max_stop_strings` is more. Anthropic's API has no limit, but each costs time at each
+token."""
+
 BILLING_LINE = "x-anthropic-billing-header:"
 """Prefix of the first line of Claude Code's system prompt, which differs between conversations."""
 
@@ -92,7 +96,7 @@ async def prepare(
     convert = partial(to_chat, request, frontend, open_seal)
     chat, paths = await in_thread(frontend.jobs.of(owner), None, convert, is_large=_is_large(request))
     try:
-        check_request_limits(chat, frontend)
+        check_request_limits(chat, frontend, least_stop_strings=MAX_STOP_SEQUENCES)
         return chat, await prepare_chat(chat, frontend, owner)
     except BadRequest as error:
         raise _renamed(error, paths) from error

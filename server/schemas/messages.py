@@ -21,6 +21,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from server.schemas.body import (
+    MAX_STOP_CHARACTERS,
     NO_CHANGE,
     Between,
     FewFields,
@@ -100,7 +101,8 @@ class ToolUseBlock(_Part):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: Annotated[dict[str, Any], FewFields]
+    input: Annotated[dict[str, Any], FewFields, BeforeValidator(lambda value: {} if value == "" else value)]
+    """An empty string, as LangChain sends it after a stream, is an empty object."""
     cache_control: Hint = None
     caller: Hint = None
     toolset_name: HintText = None
@@ -526,6 +528,17 @@ class CountTokensRequest(ModelRequest):
         )
 
 
+_MAX_SEQUENCES_CHARACTERS = 4 * MAX_STOP_CHARACTERS
+"""Most characters of all stop sequences, as many as four stop strings of a chat may have: while text may be the
+beginning of long ones, it is compared with each at each token."""
+
+
+def _fit_together(value: list[str]) -> list[str]:
+    if (together := sum(map(len, value))) > _MAX_SEQUENCES_CHARACTERS:
+        raise rule(f"its strings may have {_MAX_SEQUENCES_CHARACTERS} characters together, and have {together}")
+    return value
+
+
 class MessagesRequest(CountTokensRequest):
     """Body of `POST /v1/messages`."""
 
@@ -534,7 +547,7 @@ class MessagesRequest(CountTokensRequest):
     answers without content. More than the context has left is lowered to that
     (`--max-tokens-overflow`)."""
 
-    stop_sequences: StringOrStrings = []  # noqa: RUF012
+    stop_sequences: Annotated[StringOrStrings, AfterValidator(_fit_together)] = []  # noqa: RUF012
     """End before any of these strings."""
 
     stream: bool = False

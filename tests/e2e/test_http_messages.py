@@ -174,7 +174,7 @@ def test_an_answer_begun_by_the_client_is_continued(claude: anthropic.Anthropic)
 
 def test_stops_have_their_reasons(claude: anthropic.Anthropic) -> None:
     whole = text_of(ask(claude))
-    stopped = ask(claude, stop_sequences=["Paris"])
+    stopped = ask(claude, stop_sequences=[*map(str, range(10)), "Paris"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "Paris")
     assert text_of(stopped) == whole.partition("Paris")[0]
     assert ask(claude, max_tokens=2).stop_reason == "max_tokens"
@@ -241,7 +241,12 @@ REFUSED: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str, str]] =
         "tools[1].input_schema",
     ),
     ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "invalid_request_error", "no tools to call"),
-    ({"stop_sequences": list("abcde")}, anthropic.BadRequestError, "invalid_request_error", "stop_sequences holds 5"),
+    (
+        {"stop_sequences": [f"end {number}" for number in range(65)]},
+        anthropic.BadRequestError,
+        "invalid_request_error",
+        "stop_sequences holds 65 strings; it may hold 64",
+    ),
     ({"extra_headers": {"anthropic-version": "latest"}}, anthropic.BadRequestError, "invalid_request_error", "a date"),
     (
         {"extra_body": {"x": "x" * 11 * 2**20}},

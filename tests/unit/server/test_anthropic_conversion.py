@@ -114,6 +114,14 @@ def test_neighbours_of_one_role_are_one_message() -> None:
     assert shown(*messages) == [("user", "One.\nTwo."), ("assistant", "Three and four."), ("user", "Five.")]
 
 
+def test_an_empty_string_is_an_empty_input() -> None:
+    """LangChain's client for JavaScript sends it for a streamed call without input."""
+    chat = chat_of(user("Go."), assistant({**CALL, "input": ""}), user(result()))
+    (call,) = chat.messages[1].for_template()["tool_calls"]
+    assert call["function"] == {"name": "read", "arguments": {}}
+    assert "messages[1].content[0].input is" in refusal(user("Go."), assistant({**CALL, "input": "{}"}))
+
+
 def test_results_come_right_after_their_calls_and_text_after_them() -> None:
     calls = [CALL, {**CALL, "id": "toolu_2", "name": "write", "caller": None}]
     results = [text("Also:"), result(id="toolu_2"), result([text("a"), text("b")])]
@@ -368,6 +376,7 @@ def test_sampling_and_the_form_of_the_answer_are_the_chats() -> None:
         ({"temperature": 1.5}, "temperature is 1.5"),
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"stop_sequences": ["a" * 4096] * 5}, "stop_sequences is a list; its strings may have 16384 characters"),
         ({"thinking": {"type": "enabled"}}, "thinking is of type enabled and has no budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens is 10; it must be at least"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9000}}, "max_tokens is 9000; it must be above"),
