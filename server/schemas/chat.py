@@ -4,7 +4,7 @@
 """
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -270,6 +270,40 @@ class Thinking(RequestModel):
     """The opposite of `preserve_thinking`, as in Z.ai's API. `preserve_thinking` takes precedence."""
 
 
+_OTHER_NAMES = (("effort", "reasoning_effort"), ("enabled", "enable_thinking"), ("max_tokens", "thinking_budget"))
+"""Fields of `reasoning`, and the chat's own of the same meaning."""
+
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def _is_reported(value: bool) -> bool:
+    if value:
+        raise rule("reasoning is always reported, so it must be false")
+    return value
+
+
+class ChatReasoning(RequestModel):
+    """How much the model reasons, as OpenRouter's interface writes it."""
+
+    effort: ReasoningEffort | None = None
+    """Another name of `reasoning_effort`."""
+    enabled: bool | None = None
+    """Another name of `enable_thinking`."""
+    exclude: Annotated[bool, AfterValidator(_is_reported)] | None = None
+    """Must be false: reasoning is always reported."""
+    max_tokens: Annotated[int, Between(0, INT31)] | None = None
+    """Another name of `thinking_budget`."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "ChatReasoning":
+        if self.enabled and self.effort == "none":
+            raise sentence("has enabled true and effort none; leave one of them out")
+        if self.enabled is False and (self.effort not in (None, "none") or self.max_tokens):
+            field = "effort" if self.effort not in (None, "none") else "max_tokens"
+            raise sentence(f"has enabled false and {field} {getattr(self, field)}; leave one of them out")
+        return self
+
+
 class ChatCompletionRequest(SamplingFields):
     """Body of `POST /v1/chat/completions`."""
 
@@ -302,11 +336,14 @@ class ChatCompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     """Form of the answer: free text, any JSON object, or JSON that a schema constrains."""
 
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     """Given to the chat template as `reasoning_effort`; `none` also turns `enable_thinking` off."""
 
     enable_thinking: bool | None = None
     """Given to the chat template as `enable_thinking`, `thinking` and `reasoning`: templates differ in its name."""
+
+    reasoning: ChatReasoning | None = None
+    """The same and `thinking_budget`, as OpenRouter's interface writes them."""
 
     thinking: Thinking | None = None
     """Whether the model reasons, as Anthropic's and DeepSeek's interfaces write it: also `enable_thinking`."""
@@ -366,6 +403,21 @@ class ChatCompletionRequest(SamplingFields):
     def _logprobs_on(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
             raise sentence(f"top_logprobs is {self.top_logprobs}; it needs logprobs to be true")
+        return self
+
+    @model_validator(mode="after")
+    def _reads_reasoning(self) -> "ChatCompletionRequest":
+        """Copy the fields of `reasoning` to those that they are other names of."""
+        for field, name in _OTHER_NAMES:
+            given, own = getattr(self.reasoning, field, None), getattr(self, name)
+            if given is None:
+                continue
+            if own not in (None, given):
+                raise sentence(
+                    f"{name} is {json.dumps(own)} and reasoning.{field} is {json.dumps(given)}; they mean the same, "
+                    "so send one"
+                )
+            setattr(self, name, given)
         return self
 
     @model_validator(mode="after")

@@ -422,10 +422,41 @@ def test_a_tolerated_field_with_an_effect_or_in_another_place_is_refused(fields:
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, True),
         ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}}, False),
         ({"reasoning_effort": "max"}, None),
+        ({"reasoning": {"enabled": True, "exclude": False, "effort": None}}, True),
+        ({"reasoning": {"effort": "none"}}, False),
+        ({"reasoning": {"effort": "high"}}, None),
     ],
 )
 def test_thinking_is_switched_by_the_field_of_each_family(fields: dict[str, Any], enabled: bool | None) -> None:
     assert chat(**fields).template_variables.get("enable_thinking") == enabled
+
+
+def test_openrouters_reasoning_is_read() -> None:
+    request = chat(reasoning={"effort": "high", "max_tokens": 500}, reasoning_effort="high")
+    assert (request.template_variables, request.reasoning_limit) == ({"reasoning_effort": "high"}, 500)
+    assert chat(reasoning={"max_tokens": 0}).reasoning_limit == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"reasoning": {"exclude": True}}, "reasoning.exclude", "reasoning is always reported"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort", 'is "much"; it must be'),
+        ({"reasoning": {"enabled": True, "effort": "none"}}, "reasoning", "enabled true and effort none"),
+        ({"reasoning": {"enabled": False, "effort": "low"}}, "reasoning", "enabled false and effort low"),
+        ({"reasoning": {"enabled": False, "max_tokens": 9}}, "reasoning", "enabled false and max_tokens 9"),
+        (
+            {"reasoning": {"effort": "low"}, "reasoning_effort": "high"},
+            "reasoning_effort",
+            'is "high" and reasoning.effort is "low"; they mean the same',
+        ),
+        ({"reasoning": {"enabled": True}, "enable_thinking": False}, "enable_thinking", "reasoning.enabled is true"),
+    ],
+)
+def test_reasoning_that_contradicts_itself_is_refused(fields: dict[str, Any], param: str, words: str) -> None:
+    refused = refusal(chat, **fields)
+    assert refused.param == param
+    assert words in str(refused)
 
 
 @pytest.mark.parametrize(
