@@ -121,6 +121,8 @@ class LoadedModel:
     @property
     def why_varying(self) -> str | None:
         """The reason why answers may depend on the other requests in the batch; None where they do not."""
+        if self.config.drafts_by_rejection:
+            return "speculative_acceptance is rejection, whose seeded answers depend on where drafts begin"
         if self.operators is not None and self.backend.name == "cpu-native":
             if self.config.lora:
                 return "lora is set, whose products torch computes"

@@ -266,9 +266,14 @@ def test_sizes_that_are_no_multiples_are_computed_by_operators(
         ({}, {"model_impl": "transformers"}, "the model's code calls"),
         ({}, {"quantization_config": PrecisionConfig(kv_cache_dtype="fp8")}, "the model's code calls"),
         ({}, {"lora": ("a=adapter",)}, "lora is set"),
+        (
+            {},
+            {"speculative_config": {"speculative_model": "model", "speculative_acceptance": "rejection"}},
+            "speculative_acceptance is rejection",
+        ),
     ],
 )
-def test_no_invariance_is_claimed_where_torch_computes_a_part(
+def test_no_invariance_is_claimed_where_answers_may_depend_on_others(
     sizes: dict[str, Any],
     fields: dict[str, Any],
     why: str,
