@@ -123,16 +123,17 @@ class LoadedModel:
         """The reason why answers may depend on the other requests in the batch; None where they do not."""
         if self.config.drafts_by_rejection:
             return "speculative_acceptance is rejection, whose seeded answers depend on where drafts begin"
+        # Adapters may be loaded later from a directory.
+        adapters = {"lora": self.config.lora, "lora_directories": self.config.server_config.lora_directories}
+        if name := next((name for name, is_set in adapters.items() if is_set), None):
+            return f"{name} is set, and torch computes the products of adapters"
         if self.operators is not None and self.backend.name == "cpu-native":
-            if self.config.lora:
-                return "lora is set, whose products torch computes"
             return self.why_unrecorded and f"torch may compute a part of a step: {self.why_unrecorded}"
         if not triton.is_invariant():
             return "torch's libraries choose the order of sums by the batch"
         parts = {
             "tensor_parallel_size": self.parallel.size > 1,
             "enable_expert_parallel": self.parallel.experts is not None,
-            "lora": bool(self.config.lora),
             "task": self.pooling is not None,
             "compilation_level": self.compilation_level > 0,
         }

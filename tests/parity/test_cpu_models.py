@@ -266,6 +266,7 @@ def test_sizes_that_are_no_multiples_are_computed_by_operators(
         ({}, {"model_impl": "transformers"}, "the model's code calls"),
         ({}, {"quantization_config": PrecisionConfig(kv_cache_dtype="fp8")}, "the model's code calls"),
         ({}, {"lora": ("a=adapter",)}, "lora is set"),
+        ({}, {"server_config": {"lora_directories": (".",)}}, "lora_directories is set"),
         (
             {},
             {"speculative_config": {"speculative_model": "model", "speculative_acceptance": "rejection"}},
