@@ -26,6 +26,7 @@ from server.parsing.grammar import (
     allowed_functions,
     enforced_functions,
     literal_pattern,
+    undescribed,
 )
 from server.parsing.parser import AnswerParser, ChainedParsers, FirstCall
 from server.parsing.reasoning import TaggedReasoning, is_closed, is_open
@@ -386,7 +387,7 @@ def _any_of(functions: Sequence[Function], use: ToolUse) -> str:
     rules = ""
     for number, (function, position) in enumerate(zip(functions, use.positions, strict=True)):
         try:
-            rules += f"f{number}" + lark_of(GrammarSpec("json", function.schema)).removeprefix("start")
+            rules += f"f{number}" + lark_of(GrammarSpec("json", undescribed(function.schema))).removeprefix("start")
         except InvalidGrammar as error:
             raise _refused(position, error) from error
     return f"start: {' | '.join(f'f{number}' for number in range(len(functions)))}\n{rules}"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.text.structured.spec import InvalidGrammar
+from engine.text.structured.spec import MAX_NESTING, InvalidGrammar
 from server.parsing.embedded_lark import TextGrammar
 from server.parsing.json_repair import resolved
 from server.schemas.chat_tools import Tool, ToolUse
@@ -86,7 +86,7 @@ class LarkWriter:
             if isinstance(value, FreeText):
                 opening = f"/\\{{{_GAP}{literal_pattern(json.dumps(key))}{_GAP}:{_GAP}/"
                 return self.rule(f"{opening} {self.json(value)} /{_GAP}\\}}/")
-        return self.rule("%json " + json.dumps({**schema, "x-guidance": _WHITESPACE}))
+        return self.rule("%json " + json.dumps({**undescribed(schema), "x-guidance": _WHITESPACE}))
 
     def text(self, grammar: TextGrammar, *, escaped: bool) -> str:
         """Add a terminal for the texts of a client's grammar, with `escaped` in the form of JSON strings. Returns its
@@ -161,6 +161,33 @@ class FreeText(dict[str, Any]):
     def grammar(self) -> TextGrammar:
         """The parsed grammar. It is parsed on first use, since that may take long."""
         return TextGrammar.read(self._lark)
+
+
+_DESCRIPTIONS = frozenset({"description", "title", "$comment"})
+_MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose value is data and no schema."""
+
+
+def undescribed(schema: Any, levels: int = MAX_NESTING) -> Any:
+    """Return a JSON schema without its descriptions, which are most of it where agents have hundreds of tools.
+
+    What is nested more than `levels` deep stays: such schemas are refused.
+    """
+    if not levels or not isinstance(schema, dict | list):
+        return schema
+    levels -= 1
+    if isinstance(schema, list):
+        return [undescribed(each, levels) for each in schema]
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _VALUES:
+            kept[key] = value
+        elif key in _MAPS_OF_SCHEMAS and isinstance(value, dict):
+            kept[key] = {name: undescribed(each, levels) for name, each in value.items()}
+        elif not (key in _DESCRIPTIONS and isinstance(value, str)):
+            kept[key] = undescribed(value, levels)
+    return kept
 
 
 class Function(msgspec.Struct, frozen=True):

@@ -230,6 +230,34 @@ def test_a_grammar_that_a_dialect_makes_much_longer_than_its_schemas_is_not_writ
     assert len(written) == 1  # the schemas, and not the dialect's grammar around them
 
 
+@pytest.mark.parametrize("dialect", ["hermes", "lfm2", "qwen3_coder"])
+def test_descriptions_of_tools_do_not_count_as_their_grammar(dialect: str, compiler: GrammarCompiler) -> None:
+    """200 tools of six described arguments had 270 KB in the dialect of LFM2, and were refused."""
+    described = {"type": "string", "title": "T", "description": "d" * compiler.max_bytes}
+    properties = {"description": described, "title": {"const": {"title": "Mr"}}}
+    schema = {"type": "object", "properties": properties, "required": ["description", "title"]}
+    use = ToolUse.of([tool("f", schema)], "required")
+    text = asyncio.run(
+        tool_grammar(AnswerFormat(dialect, "none"), use, None, prompt_tail="", grammars=GrammarChecks(compiler))
+    )
+    assert text is not None
+    assert "ddd" not in text
+    assert "description" in text
+    assert '{"const": {"title": "Mr"}' in text
+
+
+@pytest.mark.parametrize("keyword", ["items", "anyOf"])
+def test_a_schema_that_is_nested_very_deeply_is_refused(keyword: str, compiler: GrammarCompiler) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(900):
+        schema = {keyword: [schema] if keyword == "anyOf" else schema}
+    use = ToolUse.of([tool("f", {"type": "object", "properties": {"a": schema}})], "required")
+    with pytest.raises(ValueError, match=r"^tools\[0\]\.function\.parameters cannot be followed: .*64 levels"):
+        asyncio.run(
+            tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", grammars=GrammarChecks(compiler))
+        )
+
+
 def test_content_whose_grammar_is_too_long_with_reasoning_is_not_blamed_on_tools(compiler: GrammarCompiler) -> None:
     content = f'start: "{"a" * (compiler.max_bytes - 20)}"'
     whole = tool_grammar(
