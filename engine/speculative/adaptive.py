@@ -60,6 +60,8 @@ _DEBT_REPAID = 0.003
 _LEAST_STEPS, _MOST_LOST, _MOST_STEPS_LOST, _MOST_UNJUDGED = 4, 0.004, 2, 0.03
 """A short block with drafts ends early, after at least so many steps, where it has lost so many seconds and so many of
 its mean steps, or has taken so many seconds before the pace without drafts is known."""
+_LARGE_LOSS = 0.75
+"""Pace with drafts of a size below which an open gate closes when the number of rows rises to it."""
 _CREDIT = 0.005
 """Seconds that tries may lose in advance, so that a single lost try does not delay the next one."""
 _LARGEST_DELAY = 4.0
@@ -136,8 +138,8 @@ class StepCosts:
         self._rows: list[int] = []
         """Its keys, in ascending order."""
         self._num_steps = 0
-        self._prompt_token, self._has_plain_prompts = 0.0, False
-        """Seconds of a token of a prompt, and whether they were measured in steps without drafts."""
+        self._prompts, self._has_plain_prompts = _Means(), False
+        """Costs of prompts by their tokens in a step, and whether they were measured in steps without drafts."""
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Record the duration of a step of decodes, without drafting."""
@@ -188,11 +190,10 @@ class StepCosts:
         """
         if not is_plain and self._has_plain_prompts:
             return
-        seconds = max(0.0, seconds - self.step(num_decoded) if num_decoded else seconds) / num_tokens
-        if not self._prompt_token or self._has_plain_prompts is not is_plain:
-            self._prompt_token = seconds
-        self._has_plain_prompts = is_plain
-        self._prompt_token += _LEARNT * (min(seconds, _LARGEST_FACTOR * self._prompt_token) - self._prompt_token)
+        if self._has_plain_prompts is not is_plain:
+            self._prompts, self._has_plain_prompts = _Means(), is_plain
+        seconds -= self.step(num_decoded) if num_decoded else 0.0
+        self._prompts.note(_size(num_tokens), seconds, self._num_steps)
 
     def plain_seconds(self, num_rows: int, num_generated: int, num_prompt_tokens: int) -> tuple[float, float]:
         """Expected seconds in which steps of `num_rows` without drafts generate and compute so many tokens, and those
@@ -201,10 +202,11 @@ class StepCosts:
         Both are 0 if this is not known yet.
         """
         step = self.step(num_rows) if num_rows else 0.0
-        if (num_rows and not step) or (num_prompt_tokens and not self._prompt_token):
+        prompts = self._prompts.at(_size(num_prompt_tokens), self._since) if num_prompt_tokens else 0.0
+        if (num_rows and not step) or prompts is None:
             return 0.0, 0.0
         generating = step * num_generated / max(1, num_rows)
-        return generating + num_prompt_tokens * self._prompt_token, generating
+        return generating + prompts, generating
 
     def pass_steps(self, count: int) -> None:
         """Count `count` steps that were not measured."""
@@ -291,9 +293,9 @@ class DraftGate:
     """Decides in blocks of steps whether a model drafts, by the measured pace of blocks with drafts and without.
 
     Between blocks in which drafts pay, a block without drafts measures plain steps now and then. Where drafts do not
-    pay, a try of one short block is made whenever no debt is left, and once for each size of batches unless drafts
-    lost with smaller ones. What blocks with drafts lose is a debt; what they gain and a small share of the time
-    without drafts repay it. So that share bounds the time that drafts lose.
+    pay, a try of one short block is made whenever no debt is left. What blocks with drafts lose is a debt of their
+    size; what they gain and a small share of the time without drafts with this size repay it. So that share bounds
+    the time that drafts lose with each size, whatever they gain with others.
     """
 
     def __init__(self) -> None:
@@ -309,10 +311,8 @@ class DraftGate:
         That with drafts is relative to the latest one without: the expected durations of plain steps, to which all
         paces refer, change with each measurement, for a new server by half and more.
         """
-        self._tried: set[int] = set()
-        """The keys of `_paces` for which drafts were tried."""
-        self._debt = -_CREDIT
-        """Seconds that drafting has lost and nothing has repaid; below 0 it is a credit."""
+        self._debts: dict[int, float] = {}
+        """Seconds that drafting has lost with a key of `_paces` and nothing has repaid; below 0 it is a credit."""
         self._num_open_blocks = 0
         """Number of successive blocks with drafts."""
         self._plain_size: int | None = None
@@ -345,8 +345,6 @@ class DraftGate:
             seconds = min(seconds, _LARGEST_DELAY * plain)
             sums = (num_steps * each for each in (generating, num_generated))
             self._block.add(num_steps * plain, num_steps * seconds, 1.0, *sums)
-            if not self.is_open:
-                self._owe(-_DEBT_REPAID * num_steps * seconds)
         if self._is_over():
             self._end_block()
 
@@ -367,13 +365,24 @@ class DraftGate:
     def reject(self) -> None:
         """End a try because its drafts would not pay even if they were accepted."""
         self.is_open = self.is_trying = False
-        self._debt = max(self._debt, _DEBT_REPAID * _REJECTED_SECONDS)
+        if self._plain_size is not None:
+            self._debts[self._plain_size] = max(self._debt(self._plain_size), _DEBT_REPAID * _REJECTED_SECONDS)
         self._begin()
 
-    @property
-    def has_lost(self) -> bool:
-        """Whether drafts lost in the last blocks with them of the same size as the last block without."""
-        return self._plain_size in self._paces and 0.0 < self._paces[self._plain_size][0].value < 1.0
+    def review(self, num_rows: int, *, is_gain_expected: bool) -> None:
+        """End a block with drafts early, unless it is a try, where it loses as expected, or where drafts lost much
+        with so many rows before and the last plain block had far fewer."""
+        if not self.is_open or self.is_trying:
+            return
+        size = (num_rows - 1).bit_length()
+        if self._plain_size is not None and size > self._plain_size + 1 and self._has_lost_much(size):
+            self.is_open = False
+            self._begin()
+        elif not is_gain_expected and self._seconds > _MOST_UNJUDGED:
+            without = self._without(self._size)
+            if without.value and self._lost(without) > _MOST_LOST:
+                # What drafts gained earlier was with other text.
+                self._end_block(remembered=0.0)
 
     @property
     def _size(self) -> int:
@@ -391,40 +400,44 @@ class DraftGate:
         """The pace of a size without drafts."""
         return self._paces[size][1] if size in self._paces else _Pace()
 
-    def _has_lost(self, size: int) -> bool:
-        """Whether drafts lost in the last blocks with them of a smaller size."""
-        return any(other < size and 0.0 < with_drafts.value < 1.0 for other, (with_drafts, _) in self._paces.items())
+    def _has_lost_much(self, size: int) -> bool:
+        """Whether drafts lost much in the last blocks with them of this size."""
+        return size in self._paces and 0.0 < self._paces[size][0].value < _LARGE_LOSS
+
+    def _debt(self, size: int) -> float:
+        """The debt of a size; a new one has the largest debt of smaller ones, since drafts lose with more rows too."""
+        if size in self._debts:
+            return self._debts[size]
+        return max((debt for other, debt in self._debts.items() if other < size), default=-_CREDIT)
 
     def _lost(self, without: _Pace) -> float:
         """Seconds that the block has lost by drafts; below 0 it has gained."""
         return self._block.seconds - self._block.plain_as(without) / without.value
 
-    def _owe(self, seconds: float) -> None:
-        self._debt = max(-_CREDIT, self._debt + seconds)
+    def _owe(self, size: int, seconds: float) -> None:
+        self._debts[size] = max(-_CREDIT, self._debt(size) + seconds)
 
-    def _end_block(self) -> None:
+    def _end_block(self, *, remembered: float = _WITH_REMEMBERED) -> None:
         size = self._size
         with_drafts, without = self._paces.setdefault(size, (_Pace(), _Pace()))
         block = self._block
         if self.is_open:
             self._num_open_blocks += 1
             if without.value:
-                with_drafts.add(block.plain_as(without) / without.value, block.seconds, _WITH_REMEMBERED)
-                self._owe(self._lost(without))
+                with_drafts.add(block.plain_as(without) / without.value, block.seconds, remembered)
+                self._owe(size, self._lost(without))
         else:
             self._num_open_blocks = 0
             self._plain_size = size
             without.add(block.plain, block.seconds, _WITHOUT_REMEMBERED, block.generating, block.num_generated)
+            self._owe(size, -_DEBT_REPAID * block.seconds)
         least = _LEAST_PACE if self.is_open and not self.is_trying else _OPENING_PACE
         is_gaining = with_drafts.value >= least
         if self.is_open:
             most = min(_BLOCKS_PER_CHECK, _FIRST_BLOCKS_PER_CHECK * without.count)
             self.is_open = is_gaining and self._num_open_blocks < most
         else:
-            is_due = self._debt <= 0.0 or not (size in self._tried or self._has_lost(size))
-            self.is_open = without.value > 0.0 and (is_gaining or is_due)
-        if self.is_open:
-            self._tried.add(size)
+            self.is_open = without.value > 0.0 and (is_gaining or self._debt(size) <= 0.0)
         self.is_trying = self.is_open and not is_gaining
         self._begin()
 
@@ -468,6 +481,8 @@ class DraftPlan:
         self._num_tries = 0
         self._trying: set[int] = set()
         """Sequences without drafts that try some in the next step."""
+        self._gain = _LEAST_GAIN
+        """Expected tokens per second of the planned drafts relative to plain steps; 0 without drafts."""
         self._has_drafts = True
         """Whether the plan has drafts for any sequence."""
         self._is_plain = False
@@ -557,9 +572,11 @@ class DraftPlan:
         if not self.is_stopped and (self._steps_left <= 0 or _size(len(seqs)) != self._planned_size):
             # A few steps, or a few new or ended sequences, hardly change the best number of drafts.
             self._decide(seqs, room)
-            if self.gate.is_trying and self._try_cost is None and (self.gate.has_lost or not self._is_try_short):
+            if self.gate.is_trying and self._try_cost is None and not self._is_try_short:
                 # Before a try the costs may be those of a few first steps, which are longer.
                 self.gate.reject()
+        if self._by_model:
+            self.gate.review(len(seqs), is_gain_expected=self._gain > 1.0)
         if self.is_stopped:
             self._has_drafts, self._first_limit = False, 0
             self._steps_left, self._planned_size = _MOST_STEPS_PER_IDLE_PLAN, 0
@@ -621,6 +638,7 @@ class DraftPlan:
             gain = math.exp(progress / num_rows) * (plain / seconds if plain else 1.0)
             if gain > best:
                 best, limits = gain, chosen
+        self._gain = best
         is_new = _size(num_rows) != self._planned_size
         for record, limit in zip(records, limits, strict=True):
             is_new |= record.limit != limit
