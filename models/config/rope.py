@@ -15,6 +15,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "pro
 _OLD_NAMES = {"su": "longrope", "mrope": "default"}
 """Qwen-VL's positions of text are the same in all three parts of a head, as with the default."""
 _DEFAULT_THETA = 10000.0
+_NOT_SCALING = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
+"""The fields of a rope's parameters that do not belong to its type."""
 _LENGTH_BITS = 32
 _Positions = TypeVar("_Positions", bound=Any)
 """A tensor or an array."""
@@ -179,7 +181,7 @@ def parse_rope(
 
 
 def with_one_rope(config: Fields) -> Fields:
-    """`config` with `rope_scaling` in `rope_parameters`, where it has both.
+    """`config` with `rope_scaling` in `rope_parameters`, where it has both; it replaces the scaling that they have.
 
     Instructions for long contexts name the older field, and transformers 5 saves the newer one. Raises
     `CheckpointError` where each kind of layer has a rope, since `rope_scaling` does not say which of them it scales.
@@ -191,7 +193,7 @@ def with_one_rope(config: Fields) -> Fields:
         return config
     if any(isinstance(value, dict) for value in parameters.values.values()):
         raise config.invalid("rope_scaling", "left out, since rope_parameters has an entry for each kind of layer")
-    kept = {name: value for name, value in parameters.values.items() if name not in ("rope_type", "type")}
+    kept = {name: value for name, value in parameters.values.items() if name in _NOT_SCALING}
     return Fields({**config.values, "rope_parameters": {**kept, **scaling.values}}, config.where)
 
 

@@ -107,6 +107,22 @@ def test_an_older_rope_scaling_next_to_rope_parameters_counts(tmp_path: Path, na
     )
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
+        {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5, "beta_fast": 16.0, "truncate": False},
+    ],
+    ids=["llama3", "yarn"],
+)
+def test_an_older_rope_scaling_replaces_the_saved_scaling(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    kept = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
+    instructed = {"rope_type": "yarn", "factor": 4.0}
+    saved = {**kept, **scaling, "original_max_position_embeddings": 512}
+    rope = parse(tmp_path, rope_parameters=saved, rope_scaling=instructed).rope
+    assert rope == parse(tmp_path, rope_parameters={**kept, **instructed}).rope
+
+
 def test_a_dynamic_rope_serves_its_original_context_unless_more_is_asked_for(tmp_path: Path) -> None:
     config = parse(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert (config.default_max_len, config.max_model_len) == (2048, 4096)
