@@ -154,11 +154,13 @@ class LayerCaches:
         for spec in self._specs:
             if isinstance(spec, KVCacheSpec):
                 for part, dim in enumerate((spec.head_dim, spec.value_dim or spec.head_dim)):
-                    size = self._backend.stored_size(dim)
+                    size = self._backend.stored_size(dim, self._kv_dtype)
                     shape = self._backend.kv_cache_shape(1, self._block_size, spec.num_kv_heads, size)[1:]
                     pools[shape[-2:]].add(spec.name, part, shape)
             elif isinstance(spec, VectorCacheSpec):
-                size = self._backend.stored_size(spec.dim, is_latent=True) if spec.is_latent else spec.dim
+                size = spec.dim
+                if spec.is_latent:
+                    size = self._backend.stored_size(size, self._kv_dtype, is_latent=True)
                 shape = spec.vectors_per_block(self._block_size), size
                 pools[shape].add(spec.name, 0, shape)
         return pools
@@ -169,7 +171,7 @@ class LayerCaches:
                 dims = spec.head_dim, spec.value_dim or spec.head_dim
                 return KVCacheTensor(
                     *(
-                        part if self._backend.stored_size(dim) == dim else part[..., :dim]
+                        part if self._backend.stored_size(dim, self._kv_dtype) == dim else part[..., :dim]
                         for part, dim in zip(parts, dims, strict=True)
                     )
                 )

@@ -113,10 +113,10 @@ class AttentionBackend(ABC):
         contiguous."""
         return num_blocks, num_kv_heads, block_size, head_dim
 
-    def stored_size(self, dim: int, *, is_latent: bool = False) -> int:
-        """Number of elements that a key, a value or a latent of `dim` elements takes in the cache; the others are
-        padding, which no layer sees."""
-        del is_latent
+    def stored_size(self, dim: int, dtype: torch.dtype, *, is_latent: bool = False) -> int:
+        """Number of elements that a key, a value or a latent of `dim` elements takes in a cache of `dtype`; the others
+        are padding, which no layer sees."""
+        del dtype, is_latent
         return dim
 
     @abstractmethod

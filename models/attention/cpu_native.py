@@ -45,8 +45,10 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
     name = "cpu-native"
     _metadata_type = NativeMetaData
 
-    def stored_size(self, dim: int, *, is_latent: bool = False) -> int:
+    def stored_size(self, dim: int, dtype: torch.dtype, *, is_latent: bool = False) -> int:
         """See `AttentionBackend`."""
+        if dtype is not torch.bfloat16:
+            return dim  # Torch attends there.
         return latent_ops.stored_size(dim) if is_latent else attention_ops.stored_size(dim)
 
     def forward(

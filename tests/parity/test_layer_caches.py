@@ -13,6 +13,7 @@ from engine.core.startup import PhaseClock, load_model
 from engine.runner.kv_cache import LayerCaches
 from engine.runner.start import measure_kv_cache
 from models.attention.backend import select_backend
+from models.attention.cpu_native import NativeCPUAttentionBackend
 from models.layers.base import KVCacheSpec, VectorCacheSpec
 from models.ops.types import StateCache
 from tests.parity.checkpoints import make_checkpoint
@@ -67,6 +68,28 @@ def test_a_blocks_pages_of_all_layers_lie_together_an_odd_number_of_them() -> No
     assert counts.tolist() == [1] + [num_heads] * 2 * num_layers, "nothing lies over anything else"
     assert keys_and_values[:3].count_nonzero() == keys_and_values[4:].count_nonzero() == 0
     assert caches.block_bytes == sum(pool.nbytes for pool in caches.pools) // 7
+
+
+@pytest.mark.parametrize(("kv_dtype", "sizes"), [(None, {32, 96}), (torch.float8_e4m3fn, {16, 72})])
+def test_vectors_are_padded_only_in_the_dtype_that_operators_read(
+    kv_dtype: torch.dtype | None, sizes: set[int]
+) -> None:
+    specs = [
+        KVCacheSpec("attention", num_kv_heads=2, head_dim=16),
+        VectorCacheSpec("latents", dim=72, is_latent=True),
+    ]
+    cpu = torch.device("cpu")
+    caches = LayerCaches(
+        specs,
+        NativeCPUAttentionBackend(cpu),
+        block_size=16,
+        num_slots=1,
+        dtype=torch.bfloat16,
+        device=cpu,
+        kv_dtype=kv_dtype,
+    )
+    caches.allocate(3)
+    assert {pool.shape[-1] for pool in caches.pools} == sizes
 
 
 def test_a_recurrent_models_states_come_out_of_the_caches_memory(
