@@ -63,9 +63,11 @@ that were served less; for an owner with less service, proportionally fewer."""
 _INTERPOSED_BOUND, _LEAST_BOUND = 0.5, 0.02
 """The steps interposed in one step take at most the first number times its bound, and streams wait longer by that.
 A bound counts as at least the second number of seconds, for small models, and as at most `max_step_seconds`."""
-_LEFT_OF_BOUND = 0.3
-"""Part of that time that an owner with the mean recent service leaves to owners that were served less; an owner with
-less service leaves proportionally less."""
+_LEFT_OF_BOUND, _LEAST_SERVICE = 3.0, 0.3
+"""Part of that time that an owner leaves to owners that were served less, for each unit of its recent service beyond
+the second number: with the service 0.5, 0.6. A longer prompt than fits the rest is computed in the next step."""
+_LEFT_BY_ADDED = 0.25
+"""Part of that time that prompts which are added to a step leave, whatever the service of their owner."""
 _MOST_SERVICE_ADDED = 1.0
 """Short prompts of an owner with at most this recent service are added to a regular step, beyond its bound. Steps
 interposed in it have the rest of the time."""
@@ -217,8 +219,9 @@ class StepBudget:
         return step
 
     def _left_for(self, service: float) -> float:
-        """Return the time beyond the current step's bound for an owner with this recent service."""
-        return self._interposed_left - _LEFT_OF_BOUND * service * self._most_interposed
+        """Return the time of interposed steps for an owner with this recent service."""
+        left = _LEFT_OF_BOUND * max(0.0, service - _LEAST_SERVICE)
+        return self._interposed_left - left * self._most_interposed
 
     def seconds_to_add(self, service: float) -> float:
         """Return the time beyond a short step's bound for short prompts of an owner with this recent service."""
@@ -226,7 +229,8 @@ class StepBudget:
             return 0.0
         if service > _MOST_SERVICE_ADDED:
             return 0.0
-        return max(0.0, min(self._left_for(service), self._added_left))
+        left = self._interposed_left - _LEFT_BY_ADDED * self._most_interposed
+        return max(0.0, min(left, self._added_left))
 
     def note_added(self, seconds: float) -> None:
         """Subtract prompts that were added beyond the step's bound from the time of steps interposed in it."""

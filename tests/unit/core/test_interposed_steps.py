@@ -216,14 +216,15 @@ def test_prompts_that_are_added_to_a_step_and_those_interposed_in_it_share_its_t
     assert budget.seconds_to_add(0.0) == pytest.approx(0.25 * most)
 
 
-def test_prompts_that_are_added_to_a_step_leave_time_for_those_of_owners_that_were_served_less() -> None:
+@pytest.mark.parametrize("service", [0.0, 1.0])
+def test_prompts_that_are_added_to_a_step_leave_time_for_interposed_ones(service: float) -> None:
     """Otherwise each step of a small model had no time for interposed ones next to owners with many short prompts."""
     made = engine_of_ten_owners(0.00003)
     budget = made.scheduler.step_budget
     assert budget is not None
     budget.begin_step(["heavy", "light"], made.now, has_slot=True)
-    budget.note_added(budget.seconds_to_add(1.0))
-    assert budget.seconds_to_add(1.0) == 0.0
+    budget.note_added(budget.seconds_to_add(service))
+    assert budget.seconds_to_add(service) == pytest.approx(0.0, abs=1e-9)
     assert budget.interposed_step(512, 0.2).seconds >= 45 * 0.00003
 
 
@@ -232,6 +233,18 @@ def measured_budget() -> StepBudget:
     budget = loaded_engine(max_step_seconds=0.008).scheduler.step_budget
     assert budget is not None
     return budget
+
+
+def test_an_owner_leaves_time_of_interposed_steps_to_lighter_ones_by_its_service() -> None:
+    """A prompt of 300 tokens took all of it, so that a light owner's prompt waited for two steps."""
+    made = engine_of_ten_owners(0.00003)
+    budget = made.scheduler.step_budget
+    assert budget is not None
+    budget.begin_step(["heavy", "light"], made.now, has_slot=True)
+    whole = budget.interposed_step(512, 0.0).seconds
+    assert budget.interposed_step(512, 0.2).seconds == whole
+    assert 0.2 * whole < budget.interposed_step(512, 0.5).seconds < 0.5 * whole
+    assert budget.interposed_step(512, 0.8).seconds < 0.0
 
 
 @given(steps=st.lists(st.tuples(st.floats(0.0, 0.01), st.floats(0.0, 1.0)), min_size=50, max_size=200))
