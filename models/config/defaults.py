@@ -113,6 +113,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Mistral4ForCausalLM": {
             "max_position_embeddings": 1048576,
             "rms_norm_eps": 1e-06,
+            "qk_rope_head_dim": 64,
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,
