@@ -62,6 +62,9 @@ _LEAST_STEPS, _MOST_LOST, _MOST_STEPS_LOST, _MOST_UNJUDGED = 4, 0.004, 2, 0.03
 its mean steps, or has taken so many seconds before the pace without drafts is known."""
 _LARGE_LOSS = 0.75
 """Pace with drafts of a size below which an open gate closes when the number of rows rises to it."""
+_FEW_ROWS_SIZE = 4
+"""Sizes of 2 to 16 rows have one debt. Drafts gain more there than a try of a few steps loses, and after text with
+which they lost, other text would otherwise wait long for a try."""
 _CREDIT = 0.005
 """Seconds that tries may lose in advance, so that a single lost try does not delay the next one."""
 _LARGEST_DELAY = 4.0
@@ -289,13 +292,18 @@ class _Pace:
         return self.plain / self.seconds if self.seconds else 0.0
 
 
+def _indebted(size: int) -> int:
+    """The size that has the debt of a size."""
+    return max(size, _FEW_ROWS_SIZE) if size else 0
+
+
 class DraftGate:
     """Decides in blocks of steps whether a model drafts, by the measured pace of blocks with drafts and without.
 
     Between blocks in which drafts pay, a block without drafts measures plain steps now and then. Where drafts do not
     pay, a try of one short block is made whenever no debt is left. What blocks with drafts lose is a debt of their
     size; what they gain and a small share of the time without drafts with this size repay it. So that share bounds
-    the time that drafts lose with each size, whatever they gain with others.
+    the time that drafts lose with each size, whatever they gain with others. Sizes of 2 to 16 rows share a debt.
     """
 
     def __init__(self) -> None:
@@ -366,7 +374,8 @@ class DraftGate:
         """End a try because its drafts would not pay even if they were accepted."""
         self.is_open = self.is_trying = False
         if self._plain_size is not None:
-            self._debts[self._plain_size] = max(self._debt(self._plain_size), _DEBT_REPAID * _REJECTED_SECONDS)
+            size = _indebted(self._plain_size)
+            self._debts[size] = max(self._debt(size), _DEBT_REPAID * _REJECTED_SECONDS)
         self._begin()
 
     def review(self, num_rows: int, *, is_gain_expected: bool) -> None:
@@ -406,6 +415,7 @@ class DraftGate:
 
     def _debt(self, size: int) -> float:
         """The debt of a size; a new one has the largest debt of smaller ones, since drafts lose with more rows too."""
+        size = _indebted(size)
         if size in self._debts:
             return self._debts[size]
         return max((debt for other, debt in self._debts.items() if other < size), default=-_CREDIT)
@@ -415,7 +425,7 @@ class DraftGate:
         return self._block.seconds - self._block.plain_as(without) / without.value
 
     def _owe(self, size: int, seconds: float) -> None:
-        self._debts[size] = max(-_CREDIT, self._debt(size) + seconds)
+        self._debts[_indebted(size)] = max(-_CREDIT, self._debt(size) + seconds)
 
     def _end_block(self, *, remembered: float = _WITH_REMEMBERED) -> None:
         size = self._size
