@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -67,8 +68,8 @@ def make_checkpoint(
         "bos_token_id": None,
         "eos_token_id": 2,
         "pad_token_id": 0,
-        **family.defaults,
-        **overrides,
+        # transformers' configurations complete sections of their arguments in place.
+        **deepcopy({**family.defaults, **overrides}),
     }
     model = family.model_class(family.config_class(**fields))
     generator = torch.Generator().manual_seed(seed)

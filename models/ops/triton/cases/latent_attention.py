@@ -249,7 +249,8 @@ class LatentCase(Case):
         expanded = problems.normal(keys, self.heads, self.nope + self.value, dtype=self.dtype)
         shared = problems.normal(keys, self.rope, dtype=self.dtype)
         out = q.new_empty(tokens, self.heads, self.value)
-        nope, rope = torch.split(q, [self.nope, self.rope], -1)
+        # The rotated part lies apart, as layers pass it: kernels are compiled by which strides are multiples of 16.
+        nope, rope = q[..., : self.nope], q[..., self.nope :].contiguous()
         pieces = torch.tensor(spans, dtype=torch.int32, device=problems.device)
         latent_prefill(nope, rope, expanded, shared, pieces, out, None, longest=40, scale=self.scale)
         exact, terms = reference_latent_prefill(nope, rope, expanded, shared, spans, self.scale)
