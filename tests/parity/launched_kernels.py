@@ -80,7 +80,7 @@ def launch_all(path: Path, dtype: torch.dtype, checked: CheckedKernels, *, is_po
             self_test.first_failure(cases, runner.device)
     device = GraphDevice()
     num_blocks = NUM_BLOCKS
-    if is_pool_large:
+    if is_pool_large and runner.caches.block_bytes:
         num_blocks = _MORE_THAN_2_GIB // runner.caches.block_bytes + 1
     runner = rebuilt(runner, device, num_blocks)
     runner.warm_up()

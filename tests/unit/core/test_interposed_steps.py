@@ -262,7 +262,8 @@ def test_prompts_that_are_added_to_steps_take_a_quarter_of_the_time_whoever_send
         added += seconds_added
         now += seconds + seconds_added
         budget.begin_step(["heavy", "light"], now, has_slot=True)
-    assert added <= 0.25 * (now - start) + 4 * most + 1e-9
+    # A step leaves a quarter of its time beyond its bound; four steps' whole times may be saved up.
+    assert added <= 0.25 * (now - start) + 4 * most / 0.75 + 1e-9
 
 
 def test_steps_of_several_owners_are_long_while_a_light_one_could_interrupt_them() -> None:
