@@ -12,14 +12,12 @@ from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM, LlamaMLP
-from models.architectures.ministral3 import query_growth
+from models.architectures.ministral3 import QueryGrowth
 from models.architectures.registry import INDEXED_LAYERS, ConfigFacts, architecture
-from models.attention.context import get_forward_context
 from models.config.fields import Fields
 from models.layers.base import CacheSpec
 from models.layers.mla import LightningIndexer, MLAAttention, MLAShape
 from models.layers.moe import FusedMoE, SparseMoE
-from models.layers.rotary import position_scales
 from models.layers.routing import GroupedRouter, Scoring, experts_per_token, groups_of_experts
 from models.ops.activation import gated_activation
 from models.parallel.tensor_parallel import TensorParallel
@@ -38,14 +36,11 @@ class DeepseekAttention(MLAAttention):
         shares = config.architecture == _GLM5 and shares_selection(config, layer)
         indexer = _indexer(config, f"{name}.indexer") if is_indexed and not shares else None
         super().__init__(name, mla_shape(config), indexer=indexer, shares_selection=shares, parallel=parallel)
-        self.beta = query_growth(config) if config.architecture == _MISTRAL4 else 0.0
-        self.length = config.rope.original_max_len
+        self.growth = QueryGrowth(config) if config.architecture == _MISTRAL4 else None
 
     def query_scales(self) -> torch.Tensor | None:
         """Factors of the step's queries. # [tokens, 1] float32"""
-        if not self.beta:
-            return None
-        return position_scales(get_forward_context().context.positions, self.beta, self.length)
+        return None if self.growth is None else self.growth.scales()
 
 
 _LATENT = ConfigFacts(head_dim_field="qk_rope_head_dim")

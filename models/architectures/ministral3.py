@@ -16,25 +16,32 @@ from models.parallel.tensor_parallel import TensorParallel
 _BETA = "llama_4_scaling_beta"
 
 
+class QueryGrowth:
+    """The growth of queries beyond the original context: `1 + beta * log(1 + floor(position / length))`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        fields = config.fields
+        rope = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.where)
+        self._beta = rope.number(_BETA) if rope.values.get(_BETA) else 0.0
+        self._length = config.rope.original_max_len
+
+    def scales(self) -> torch.Tensor | None:
+        """Return the factors of the step's queries; None if they do not grow. # [tokens, 1] float32"""
+        if not self._beta:
+            return None
+        return position_scales(get_forward_context().context.positions, self._beta, self._length)
+
+
 class Ministral3Attention(LlamaAttention):
-    """Grouped-query attention whose queries are scaled by `1 + beta * log(1 + floor(position / length))`."""
+    """Grouped-query attention whose queries grow beyond the original context."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
-        self.beta, self.length = query_growth(config), config.rope.original_max_len
+        self.growth = QueryGrowth(config)
 
     def query_scales(self) -> torch.Tensor | None:
         """Factors of the step's queries. # [tokens, 1] float32"""
-        if not self.beta:
-            return None
-        return position_scales(get_forward_context().context.positions, self.beta, self.length)
-
-
-def query_growth(config: ModelConfig) -> float:
-    """Read the factor by which queries grow beyond the original context; 0 if they do not."""
-    fields = config.fields
-    rope = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.where)
-    return rope.number(_BETA) if rope.values.get(_BETA) else 0.0
+        return self.growth.scales()
 
 
 @architecture("Ministral3ForCausalLM", ConfigFacts(defaults={"head_dim": 128}, is_windowed=True))
