@@ -292,6 +292,11 @@ class _Pace:
         return self.plain / self.seconds if self.seconds else 0.0
 
 
+def _power(num_rows: int) -> int:
+    """The exponent of the least power of two that is not below a number of rows."""
+    return (num_rows - 1).bit_length()
+
+
 def _indebted(size: int) -> int:
     """The size that has the debt of a size."""
     return max(size, _FEW_ROWS_SIZE) if size else 0
@@ -320,7 +325,8 @@ class DraftGate:
         paces refer, change with each measurement, for a new server by half and more.
         """
         self._debts: dict[int, float] = {}
-        """Seconds that drafting has lost with a key of `_paces` and nothing has repaid; below 0 it is a credit."""
+        """Seconds that drafting has lost with the sizes of one debt and nothing has repaid; below 0 it is a credit. By
+        `_indebted` of their keys in `_paces`."""
         self._num_open_blocks = 0
         """Number of successive blocks with drafts."""
         self._plain_size: int | None = None
@@ -383,7 +389,7 @@ class DraftGate:
         with so many rows before and the last plain block had far fewer."""
         if not self.is_open or self.is_trying:
             return
-        size = (num_rows - 1).bit_length()
+        size = _power(num_rows)
         if self._plain_size is not None and size > self._plain_size + 1 and self._has_lost_much(size):
             self.is_open = False
             self._begin()
@@ -400,7 +406,7 @@ class DraftGate:
         Drafts change the number of running rows, so a block with drafts whose size has no pace without them has the
         key of the last block without drafts, if the two are adjacent.
         """
-        size = (-(-self._num_rows // self._num_steps) - 1).bit_length()
+        size = _power(-(-self._num_rows // self._num_steps))
         if self.is_open and self._plain_size in (size - 1, size + 1) and not self._without(size).value:
             return self._plain_size
         return size
