@@ -19,6 +19,7 @@ from server.access_log import HEADER as REQUEST_ID_HEADER
 from server.batches.runner import BatchRunner, open_store
 from server.endpoints import ENDPOINTS, all_endpoints
 from server.limits.keys import ApiKeys
+from server.limits.pages import PageGuard
 from server.limits.quotas import RATE_LIMIT_HEADERS
 from server.middleware import OwnerMiddleware, RequestIdMiddleware
 from server.models import Models
@@ -120,7 +121,8 @@ class _Application(FastAPI):
         settings, shared = self._settings, Models.of(self).shared
         app: ASGIApp = super().build_middleware_stack()
         scopes = {endpoint.path: endpoint.scope for endpoint in all_endpoints()}
-        app = OwnerMiddleware(app, self._keys, settings.keyless_paths, scopes, shared.quotas, shared.key_shares)
+        pages = PageGuard(settings)
+        app = OwnerMiddleware(app, self._keys, settings.keyless_paths, scopes, shared.quotas, shared.key_shares, pages)
         if settings.allowed_origins:
             app = CORSMiddleware(
                 app,

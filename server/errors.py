@@ -107,6 +107,12 @@ class Forbidden(BadRequest):
     code = "insufficient_scope"
 
 
+class ForeignPage(Forbidden):
+    """A web page of another site sent the request to a server without API keys: 403."""
+
+    code = "origin_not_allowed"
+
+
 class UnsupportedMediaType(BadRequest):
     """The body's media type is not JSON, or it is compressed: 415."""
 

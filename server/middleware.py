@@ -30,6 +30,7 @@ from server.limits.admission import KeyShares
 from server.limits.keys import ApiKeys, sent_keys
 from server.limits.owners import NO_QUOTAS, Owner
 from server.limits.owners import Scope as KeyScope
+from server.limits.pages import PageGuard
 from server.limits.quotas import QuotaMeter
 from server.metrics import Metrics
 from server.tracing import RequestTrace, Tracing
@@ -192,11 +193,13 @@ class OwnerMiddleware:
         scopes: Mapping[str, KeyScope | None] = MappingProxyType({}),
         quotas: QuotaMeter | None = None,
         shares: KeyShares | None = None,
+        pages: PageGuard | None = None,
     ) -> None:
         """`scopes` is the scope that a key needs by path, by default `inference`; None means that any key suffices.
 
         Answers report the rest of the owner's `quotas` in their headers. `shares` bounds the requests of the scope
-        `inference` that a key may have at a time, where there are several keys.
+        `inference` that a key may have at a time, where there are several keys. `pages` checks requests that need no
+        key because the server has none.
         """
         self._app = app
         self._keys = keys
@@ -204,6 +207,7 @@ class OwnerMiddleware:
         self._scopes = scopes
         self._quotas = quotas
         self._shares = shares
+        self._pages = pages
         _audit_log.setLevel(logging.INFO)  # The audit log is written even if the level of the other logs is higher.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -230,6 +234,8 @@ class OwnerMiddleware:
                     ends_work = scope["method"] == "DELETE" or path.endswith("/cancel")
                     self._shares.begin(owner, is_bounded=self._keys.has_several_holders and not ends_work)
                     shares = self._shares
+            elif self._pages is not None and path not in self._keyless_paths:
+                self._pages.check(scope["method"], scope["headers"])
         except ApiError as refusal:
             facts_of(scope).error = str(refusal)
             app = as_response(refusal, scope)

@@ -208,7 +208,8 @@ class ServerConfig(Section):
     """Paths that never need an API key: probes, the first page, and the description of the API."""
 
     allowed_origins: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Origins whose pages may call this server from a browser (CORS), such as https://chat.example; * is any."""
+    """Origins whose pages may call this server from a browser (CORS), such as https://chat.example; * is any. Without
+    API keys, pages of other sites are refused."""
 
     allowed_methods: tuple[Annotated[str, Field(min_length=1)], ...] = ("*",)
     """HTTP methods that pages of `allowed_origins` may use."""

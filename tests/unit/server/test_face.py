@@ -415,6 +415,97 @@ def test_credentials_for_any_origin_are_refused() -> None:
         ServerConfig(allowed_origins=("*",), allow_credentials=True)
 
 
+# -- pages of other sites, which a browser lets send requests to this machine -----------------------------------
+
+EVIL = {"Origin": "https://evil.example"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        # A body without a type, a form and no body: browsers ask nobody before they send these.
+        ("/v1/completions", {"content": b'{"model": "kaon-demo", "prompt": "x"}'}),
+        ("/v1/files", {"files": {"file": b"{}"}, "data": {"purpose": "batch"}}),
+        ("/sleep", {}),
+        ("/v1/responses/resp_1/cancel", {}),
+    ],
+)
+async def test_a_page_of_another_site_sends_nothing_to_a_server_without_keys(path: str, body: dict[str, Any]) -> None:
+    async with client() as http:
+        answer = await http.post(path, **body, headers=EVIL)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+        assert "https://evil.example" in answer.json()["error"]["message"]
+        assert "--allowed-origins" in answer.json()["error"]["message"]
+        assert (await http.post(path, **body)).status_code != 403
+
+
+@pytest.mark.parametrize(
+    ("origin", "settings", "status"),
+    [
+        ("null", {}, 403),  # A sandboxed frame, of any site.
+        ("null", {"allowed_origins": ("null",)}, 503),
+        ("https://evil.example", {"allowed_origins": ("https://chat.example",)}, 403),
+        ("https://evil.example", {"insecure_no_auth": True}, 403),
+        ("https://chat.example", {"allowed_origins": ("https://chat.example",)}, 503),
+        ("https://evil.example", {"allowed_origins": ("*",)}, 503),
+        ("http://localhost.evil.example", {}, 403),
+        ("http://127.0.0.1.evil.example", {}, 403),
+        ("http://kaon", {}, 503),  # Its own page.
+        ("http://localhost:3000", {}, 503),
+        ("http://[::1]:3000", {}, 503),
+        ("chrome-extension://abcdef", {}, 503),
+    ],
+)
+async def test_own_local_and_allowed_pages_may_use_a_server_without_keys(
+    origin: str, settings: dict[str, Any], status: int
+) -> None:
+    async with client(**settings) as http:
+        body = {"model": "kaon-demo", "prompt": "x"}
+        assert (await http.post("/v1/completions", json=body, headers={"Origin": origin})).status_code == status
+
+
+async def test_the_browsers_word_that_a_page_is_the_servers_own_counts_behind_a_proxy() -> None:
+    headers = {"Origin": "https://llm.example", "Sec-Fetch-Site": "same-origin"}
+    body = {"model": "kaon-demo", "prompt": "x"}
+    assert (await client().post("/v1/completions", json=body, headers=headers)).status_code == 503
+
+
+async def test_a_page_of_another_site_with_a_key_is_served() -> None:
+    body = {"model": "kaon-demo", "prompt": "x"}
+    answer = await client(api_key=["sk-one"]).post("/v1/completions", json=body, headers={**KEY, **EVIL})
+    assert answer.status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "status"),
+    [
+        ("evil.example:8000", {}, 403),
+        ("evil.example.", {}, 403),
+        ("127.0.0.1.evil.example", {}, 403),
+        ("chat.example", {"allowed_origins": ("https://chat.example",)}, 200),
+        ("evil.example", {"insecure_no_auth": True}, 200),
+        ("evil.example", {"ssl_ca_certs": "/authorities.pem"}, 200),
+        ("localhost:8000", {}, 200),
+        ("127.0.0.1:8000", {}, 200),
+        ("[::1]:8000", {}, 200),
+        ("kaon.localhost", {}, 200),
+        ("host.docker.internal:8000", {}, 200),
+        ("kaon:8000", {}, 200),
+        ("", {}, 200),
+    ],
+)
+async def test_a_page_whose_name_resolves_to_this_machine_reads_nothing(
+    host: str, settings: dict[str, Any], status: int
+) -> None:
+    async with client(**settings) as http:
+        answer = await http.get("/version", headers={"Host": host})
+        assert answer.status_code == status
+        if status == 403:
+            assert host in answer.json()["error"]["message"]
+            assert "--insecure-no-auth" in answer.json()["error"]["message"]
+        assert (await http.get("/livez", headers={"Host": host})).status_code == 200
+
+
 async def test_requests_are_counted_by_route_and_status() -> None:
     async with client() as http:
         for path in ("/livez", "/v1/models/one", "/v1/models/a/b", "/nowhere/1", "/nowhere/2"):
@@ -609,13 +700,14 @@ async def test_a_body_that_says_it_is_no_json_is_415(media_type: str) -> None:
         ("::1", {}, 503),
         ("10.0.0.7", {}, 415),
         # A page in a browser may send this type to any address without a preflight request.
-        ("127.0.0.1", {"Origin": "https://evil.example"}, 415),
+        ("127.0.0.1", {"Origin": "https://chat.example"}, 415),
     ],
 )
 async def test_curls_default_media_type_is_json_on_this_machine(
     client_host: str, headers: dict[str, str], status: int
 ) -> None:
-    transport = httpx.ASGITransport(application(), client=(client_host, 5))
+    app = application(allowed_origins=("https://chat.example",))
+    transport = httpx.ASGITransport(app, client=(client_host, 5))
     async with httpx.AsyncClient(transport=transport, base_url="http://kaon") as http:
         headers = {"Content-Type": "application/x-www-form-urlencoded", **headers}
         answer = await http.post("/v1/completions", content=b'{"model": "kaon-demo", "prompt": "x"}', headers=headers)
