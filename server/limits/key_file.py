@@ -90,6 +90,11 @@ class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
         if len(set(names)) < len(names):
             name = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"two keys have the name {name}; names must differ")
+        by_digest = {record.digest: record.name for record in file.keys}
+        if len(by_digest) < len(names):
+            # Which record's scopes count would depend on the order, and a revoked name would leave the key in force.
+            name = next(each.name for each in file.keys if by_digest[each.digest] != each.name)
+            raise ValueError(f"{name} has the digest of another key; each key must have a record of its own")
         return file
 
     @classmethod

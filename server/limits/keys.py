@@ -25,8 +25,9 @@ _log = logging.getLogger(__name__)
 
 _SCHEME = b"bearer "
 
-_RELOAD_SECONDS = 1.0
-"""Seconds between two checks whether the key file has changed."""
+_RELOAD_SECONDS = 0.5
+"""Seconds between two checks whether the key file has changed. It is read again once two checks found the same state:
+a file that is being written may lack keys, or end within one."""
 
 
 class ApiKeys:
@@ -124,9 +125,11 @@ class ApiKeys:
         """Fetch the keys of tokens, then read the file again whenever it changes, until cancelled."""
         if self._tokens is not None:
             await self._tokens.prepare()
+        last = self._stamp
         while self._file is not None:
             await asyncio.sleep(_RELOAD_SECONDS)
-            if _stamp(self._file) != self._stamp:
+            before, last = last, _stamp(self._file)
+            if last != self._stamp and last == before:
                 try:
                     self.reload()
                 except ValueError as error:

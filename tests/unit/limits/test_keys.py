@@ -5,6 +5,7 @@ import asyncio
 import hmac
 import json
 import os
+import re
 import stat
 import threading
 import time
@@ -17,7 +18,7 @@ from server.cli import main
 from server.errors import InvalidApiKey
 from server.limits.key_file import KeyFile
 from server.limits.keys import ApiKeys
-from server.limits.owners import Owner, Quotas
+from server.limits.owners import Owner, Quotas, digest_of
 
 
 def command(*arguments: str) -> int:
@@ -124,7 +125,8 @@ async def test_a_running_server_takes_new_keys_and_keeps_the_old_ones_of_a_broke
         await asyncio.sleep(0.001)
     assert keys.names == ["alice", "bob"]
     whole = file.read_text()
-    for broken in ("", whole[:-30], whole.replace('"bob"', '"alice"'), '{"version": 2, "keys": []}'):
+    same_digest = re.sub(r'"digest": "\w+"', f'"digest": "{digest_of(first.decode())}"', whole)
+    for broken in ("", whole[:-30], whole.replace('"bob"', '"alice"'), same_digest, '{"version": 2, "keys": []}'):
         caplog.clear()
         file.write_text(broken)
         while not caplog.text:
@@ -145,6 +147,23 @@ async def test_a_running_server_takes_new_keys_and_keeps_the_old_ones_of_a_broke
     while not caplog.text:
         await asyncio.sleep(0.001)
     assert keys.owner(first) is not None
+    watching.cancel()
+
+
+async def test_a_file_that_is_being_written_takes_no_key_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of it follows after each look at the file."""
+    monkeypatch.setattr("server.limits.keys._RELOAD_SECONDS", 0.0)
+    file = tmp_path / "plain"
+    file.write_text("sk-first\nsk-second\n")
+    keys = keys_of(file)
+    watching = asyncio.create_task(keys.watch())
+    for content in ("sk-f", "sk-first\n", "sk-first\nsk-sec", "sk-first\nsk-second\nsk-third\n"):
+        file.write_text(content)
+        await asyncio.sleep(0)  # One look at the file.
+        assert keys.owner(b"sk-second") is not None
+        assert keys.owner(b"sk-f") is None
+    while keys.owner(b"sk-third") is None:
+        await asyncio.sleep(0)
     watching.cancel()
 
 
