@@ -81,7 +81,7 @@ test("refusals have their classes and types", async () => {
     const asked = client.messages.create({ model, max_tokens: 5, messages: france, ...fields });
     await assert.rejects(asked, (error) => error instanceof kind && error.type === type && Boolean(error.requestID));
   };
-  await refused({ max_tokens: 0 }, Anthropic.BadRequestError, "invalid_request_error");
+  await refused({ max_tokens: -1 }, Anthropic.BadRequestError, "invalid_request_error");
   await refused({ model: "gpt-17" }, Anthropic.NotFoundError, "not_found_error");
   const stranger = new Anthropic({ apiKey: "wrong", authToken: null, baseURL: process.env.KAON_URL, maxRetries: 0 });
   const asked = stranger.messages.create({ model, max_tokens: 5, messages: france });
