@@ -19,11 +19,11 @@ from triton.runtime import driver
 
 from benchmarks.gpu.bench import Bench, Case, Values
 from benchmarks.gpu.steps import BLOCK_SIZE, Loop, SizedRunner, load_shape
+from engine.commands.kernel_build import AbsentDevice
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler
 from engine.runner import loaded_model
 from engine.runner.device import EagerGraph, Graph
-from engine.runner.kernel_build import AbsentDevice
 from engine.runner.model_runner import ModelRunner
 from engine.runner.step_results import LaunchedStep
 from engine.runner.warm_up import WarmUpRow, WarmUpStep

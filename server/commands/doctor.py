@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
         message = _USAGE if is_help else f"kaon doctor: {wrong} is not known; {_USAGE}"
         (sys.stdout if is_help else sys.stderr).write(message)
         return 0 if is_help else 2
-    report = examine([sys.executable, "-P", "-m", "engine.runner.doctor"])
+    report = examine([sys.executable, "-P", "-m", "engine.commands.doctor"])
     if arguments:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     else:

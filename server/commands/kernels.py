@@ -1,6 +1,6 @@
 """`kaon kernels build`: compiles the GPU kernels that a start needs, on a machine that need not have the GPU.
 
-A child process for each target loads torch and does the work; see `engine.runner.kernel_build`.
+A child process for each target loads torch and does the work; see `engine.commands.kernel_build`.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
     # One process per target: within a process, Triton holds the compiled kernels of one target.
     codes = [
         subprocess.run(
-            [sys.executable, "-P", "-m", "engine.runner.kernel_build", target, *flags],
+            [sys.executable, "-P", "-m", "engine.commands.kernel_build", target, *flags],
             env=code_environment() | {"TRITON_INTERPRET": "0"},
             check=False,
         ).returncode

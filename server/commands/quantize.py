@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
         asked = quantize_parser().parse_args(arguments)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 2
-    command = [sys.executable, "-P", "-m", "engine.runner.quantize", asked.model, os.path.abspath(asked.out)]
+    command = [sys.executable, "-P", "-m", "engine.commands.quantize", asked.model, os.path.abspath(asked.out)]
     # Ctrl-C reaches the child process as well, which removes its incomplete output.
     with subprocess.Popen([*command, asked.quantization], env=code_environment()) as child:
         while True:

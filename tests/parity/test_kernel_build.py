@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.runner.kernel_build import Idle
+from engine.commands.kernel_build import Idle
 from server.commands import kernels as kernels_command
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.quantized_checkpoints import write_pair
@@ -25,7 +25,7 @@ import dataclasses, sys
 import pytest, torch
 from triton import knobs
 from engine.config.settings import load_config
-from engine.runner import kernel_build
+from engine.commands import kernel_build
 from engine.runner.start import start_runner
 from engine.runner.device_batch import DeviceBatch
 from engine.sequence import Sequence

@@ -9,7 +9,8 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from engine.runner import doctor, kernel_checks, loaded_model
+from engine.commands import doctor
+from engine.runner import kernel_checks, loaded_model
 from engine.runner.kernel_checks import check_kernels, failure_of
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.model_runner import ModelRunner

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.commands import doctor as engine_doctor
+from engine.commands.doctor import free_by_nvml, free_memory, pci_address
 from engine.doctor_report import Facts, Gpu, problems
-from engine.runner import doctor as engine_doctor
-from engine.runner.doctor import free_by_nvml, free_memory, pci_address
 from server.commands import doctor
 
 GPU = Gpu(name="MI300X", arch="gfx942", memory_gib=192.0, free_gib=191.0)

@@ -1,4 +1,4 @@
-"""Reports what this machine has and what is wrong with it: `python -m engine.runner.doctor`, JSON for `kaon doctor`.
+"""Reports what this machine has and what is wrong with it: `python -m engine.commands.doctor`, JSON for `kaon doctor`.
 
 It runs in a child process, so that a crash of a driver or a library is reported as a finding.
 """

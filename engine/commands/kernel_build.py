@@ -1,4 +1,4 @@
-"""The child process of `kaon kernels build`: `python -m engine.runner.kernel_build TARGET [flags of kaon serve]`.
+"""The child process of `kaon kernels build`: `python -m engine.commands.kernel_build TARGET [flags of kaon serve]`.
 
 It runs the start of a server on an emulated device: kernels are compiled into Triton's cache but not run, and
 torch skips large computations. The compiled kernels are those that a start on that GPU looks up, since the launches

@@ -1,4 +1,4 @@
-"""The child process of `kaon quantize`: `python -m engine.runner.quantize MODEL OUT ROUNDING`.
+"""The child process of `kaon quantize`: `python -m engine.commands.quantize MODEL OUT ROUNDING`.
 
 It loads torch, so that the command's own process need not. An error is one sentence on stderr; the exit code is 0 if
 the checkpoint was written, else 1.
