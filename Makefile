@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test compiled-tests test-long test-paths chaos soak fuzz conformance locks pins lint lint-style lint-types lint-docs format docs kernels bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model demo-head clean
+.PHONY: help install serve chat test compiled-tests test-long test-paths chaos soak fairness fuzz conformance locks pins lint lint-style lint-types lint-docs format docs kernels bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model demo-head clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ chaos: $(VENV)/.installed-test ## Kill, stop, overload and leave the server in e
 
 soak: $(VENV)/.installed-test ## Injure a loaded server for 20 minutes, then compare its counters; ARGS="--minutes 1"
 	@exec $(VENV)/bin/python -m tests.chaos.soak $(ARGS)
+
+fairness: $(VENV)/.installed-test ## Measure a light key next to ten heavy ones for 9 minutes; ARGS="--mixes grammars"
+	@exec $(VENV)/bin/python -m tests.chaos.fairness $(ARGS)
 
 fuzz: $(VENV)/.installed-fuzz ## Feed parsers mutated bytes; ARGS="--minutes 5 --target NAME"
 	@exec $(VENV)/bin/python -m tests.fuzz.run $(ARGS)

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from queue import LifoQueue
@@ -22,8 +23,9 @@ from engine.text.structured.spec import HALF_SURROGATE, CheckUnavailable, Gramma
 
 # The front end's side of the process that checks grammars.
 
-_WALL_SECONDS = 10.0
-"""Wall-clock limit of a check in seconds, for machines that are too busy to give the process its CPU time."""
+_WALL_SECONDS = 60.0
+"""Wall-clock limit of a check in seconds, for machines that are too busy to give the process its CPU time. A limit of
+CPU time ends costly checks; at their low priority that takes 8 s next to two busy threads, and 30 s next to eight."""
 
 _TOO_DEEP = "it has too many parts, or is nested too deeply; use a simpler one"
 _TOO_COSTLY = "it is too costly to follow: checking it takes too long, or too much memory; use a simpler one"
@@ -59,10 +61,16 @@ class CheckProcess:
         with self._lock:
             for _ in range(_ATTEMPTS):
                 process = self._running()
+                began = time.monotonic()
                 answer = _exchange(process, frame)
                 if answer is not None:
                     return _lark(answer)
                 self._end()
+                if time.monotonic() - began >= _WALL_SECONDS:
+                    raise CheckUnavailable(
+                        f"this machine is too busy: the grammar was not checked within {_WALL_SECONDS:g} s; send the "
+                        "request again later"
+                    )
                 reason = _VERDICTS.get(process.returncode)
                 if reason is not None and not self._closed:
                     raise InvalidGrammar(reason)

@@ -32,6 +32,7 @@ class is their union."""
 
 
 HALF_SURROGATE = "it holds half a surrogate pair, which is not a character"
+_NOT_FINITE = "it holds a number that is not finite"
 
 
 class InvalidGrammar(ValueError):
@@ -99,15 +100,29 @@ def _schema_text(schema: Any) -> str:
         _too_deep()
     try:
         # Python's encoder holds the interpreter's lock ten times as long.
-        return msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}).decode()
+        encoded = msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
     except UnicodeEncodeError as error:
         raise InvalidGrammar(HALF_SURROGATE) from error
+    if b"null" in encoded:
+        # The encoder writes null for NaN and infinities, which callers of the Python API may pass.
+        _check_numbers(schema)
+    return encoded.decode()
+
+
+def _check_numbers(value: Any) -> None:
+    """Refuse numbers that are not finite. The value is nested no deeper than `MAX_NESTING`."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise InvalidGrammar(_NOT_FINITE)
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_numbers(each)
 
 
 def _finite(literal: str) -> float:
     number = float(literal)
     if not math.isfinite(number):
-        raise InvalidGrammar("it holds a number that is not finite")
+        raise InvalidGrammar(_NOT_FINITE)
     return number
 
 

@@ -17,6 +17,7 @@ from engine.text.sandbox import gaps, sandbox_environment
 from engine.text.structured import compiler
 from engine.text.structured.compiler import CheckProcess
 from engine.text.structured.parser_setup import CHECK_CPU_SECONDS, CHECK_MEMORY_BYTES
+from engine.text.structured.spec import CheckUnavailable
 from engine.text.template_sandbox import CPU_SECONDS, MEMORY_BYTES, render_untrusted
 
 NUMBERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
@@ -185,6 +186,20 @@ def test_the_process_that_checks_grammars_is_confined(monkeypatch: pytest.Monkey
         assert_is_confined(checks._process, CHECK_MEMORY_BYTES)
         assert resource.prlimit(checks._process.pid, resource.RLIMIT_NPROC) == (0, 0)
         assert seconds_of_a_busy_core(checks._process, CHECK_CPU_SECONDS) < compiler._WALL_SECONDS
+    finally:
+        checks.close()
+
+
+def test_a_check_that_got_no_processor_time_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = CheckProcess(300, {})
+    try:
+        checks.check('start: "a"', ebnf=False)
+        assert checks._process is not None
+        checks._process.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(compiler, "_WALL_SECONDS", 0.1)
+        with pytest.raises(CheckUnavailable, match="too busy"):
+            checks.check('start: "b"', ebnf=False)
+        assert checks._process is None
     finally:
         checks.close()
 

@@ -1,6 +1,7 @@
 """A request's answer format as the text of a grammar; the library's errors, as sentences."""
 
 import json
+import math
 
 import pytest
 
@@ -43,6 +44,8 @@ def test_whitespace_between_tokens_of_json_is_bounded_whatever_the_schema_asks()
         (GrammarSpec("json", '{"a":' * 100_000 + "1" + "}" * 100_000), "nested too deeply"),
         (GrammarSpec("json", '{"const": NaN}'), "not finite"),
         (GrammarSpec("json", '{"const": -1e400}'), "not finite"),
+        (GrammarSpec("json", {"enum": [None, {"a": math.nan}]}), "not finite"),
+        (GrammarSpec("json", {"maximum": math.inf}), "not finite"),
         (GrammarSpec("json", '{"const": "\\ud800"}'), "half a surrogate pair"),
         (GrammarSpec("regex", ""), "empty"),
         (GrammarSpec("regex", None), "empty"),
