@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.text.structured.spec import MAX_NESTING, InvalidGrammar
+from engine.text.structured.spec import MAX_NESTING, InvalidGrammar, encoded_schema
 from server.parsing.embedded_lark import TextGrammar
 from server.parsing.json_repair import resolved
 from server.schemas.chat_tools import Tool, ToolUse
@@ -86,7 +86,7 @@ class LarkWriter:
             if isinstance(value, FreeText):
                 opening = f"/\\{{{_GAP}{literal_pattern(json.dumps(key))}{_GAP}:{_GAP}/"
                 return self.rule(f"{opening} {self.json(value)} /{_GAP}\\}}/")
-        return self.rule("%json " + json.dumps({**undescribed(schema), "x-guidance": _WHITESPACE}))
+        return self.rule("%json " + encoded_schema({**undescribed(schema), "x-guidance": _WHITESPACE}))
 
     def text(self, grammar: TextGrammar, *, escaped: bool) -> str:
         """Add a terminal for the texts of a client's grammar, with `escaped` in the form of JSON strings. Returns its

@@ -195,6 +195,8 @@ class Generation:
             if len(events) > PIECE_BYTES:
                 yield events
                 events = b""
+                # Creating megabytes of events took a while: let the event loop serve others before more follow.
+                await asyncio.sleep(0)
             yield events + renderer.closing(self.usage)
         except ApiError as error:
             self._facts.error = str(error)

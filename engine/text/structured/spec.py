@@ -98,11 +98,18 @@ def _schema_text(schema: Any) -> str:
         raise InvalidGrammar("it is no JSON schema; a schema is a JSON object")
     if is_deeper(schema, MAX_NESTING):
         _too_deep()
+    return encoded_schema({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
+
+
+def encoded_schema(schema: dict[str, Any]) -> str:
+    """Encode a JSON schema. Raises `InvalidGrammar`."""
     try:
         # Python's encoder holds the interpreter's lock ten times as long.
-        encoded = msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
+        encoded = msgspec.json.encode(schema)
     except UnicodeEncodeError as error:
         raise InvalidGrammar(HALF_SURROGATE) from error
+    except OverflowError as error:
+        raise InvalidGrammar("it holds an integer that does not fit 64 bits") from error
     if b"null" in encoded:
         # The encoder writes null for NaN and infinities, which callers of the Python API may pass.
         _check_numbers(schema)
@@ -110,7 +117,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def _check_numbers(value: Any) -> None:
-    """Refuse numbers that are not finite. The value is nested no deeper than `MAX_NESTING`."""
+    """Refuse numbers that are not finite."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise InvalidGrammar(_NOT_FINITE)

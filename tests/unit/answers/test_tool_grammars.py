@@ -243,7 +243,7 @@ def test_descriptions_of_tools_do_not_count_as_their_grammar(dialect: str, compi
     assert text is not None
     assert "ddd" not in text
     assert "description" in text
-    assert '{"const": {"title": "Mr"}' in text
+    assert '{"const":{"title":"Mr"}' in text
 
 
 @pytest.mark.parametrize("keyword", ["items", "anyOf"])
