@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from engine.distributed.host_resources import CorePlan, cpu_quota, own_cpus, physical_cores, plan_cores
+from engine.distributed.processes import run_soon_when_woken
 
 
 def machine(
@@ -166,3 +168,32 @@ assert os.sched_getaffinity(0) == rest == os.sched_getaffinity(thread.native_id)
 blocked.set()
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300, env={**os.environ})
+
+
+def _slice() -> int:
+    """The calling thread's time slice in nanoseconds; 0 if the kernel does not show it."""
+    try:
+        lines = Path("/proc/thread-self/sched").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[-1]) for line in lines if line.startswith("se.slice")), 0)
+
+
+@pytest.mark.skipif(not _slice(), reason="the kernel does not show slices (Linux 6.6 or later with SCHED_DEBUG)")
+def test_a_thread_that_others_wait_for_asks_for_short_slices_for_itself_alone() -> None:
+    slices = []
+
+    def ask() -> None:
+        run_soon_when_woken()
+        slices.append(_slice())
+        child = threading.Thread(target=lambda: slices.append(_slice()))
+        child.start()
+        child.join()
+
+    usual, thread = _slice(), threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    own, of_child = slices
+    takes_slices = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 12)
+    assert own == (100_000 if takes_slices else usual)
+    assert of_child == usual == _slice()
