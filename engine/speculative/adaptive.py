@@ -258,32 +258,43 @@ def _between(sizes: list[int], at: int, value: Callable[[int], float | None]) ->
 class _Pace:
     """Sums over blocks of steps: the seconds in which plain steps would have had their tokens, and those they took.
 
-    `generating`: the part of these plain steps' seconds that generates the `num_generated` tokens.
+    `generating`: the part of these plain steps' seconds that generates the `num_generated` tokens, in `num_decodes`
+    steps.
     """
 
-    __slots__ = ("count", "generating", "num_generated", "plain", "seconds")
+    __slots__ = ("count", "generating", "num_decodes", "num_generated", "plain", "seconds")
 
     def __init__(self) -> None:
-        self.plain = self.seconds = self.generating = self.num_generated = 0.0
+        self.plain = self.seconds = self.generating = self.num_generated = self.num_decodes = 0.0
         self.count = 0
 
     def add(
-        self, plain: float, seconds: float, remembered: float, generating: float = 0.0, num_generated: float = 0.0
+        self,
+        plain: float,
+        seconds: float,
+        remembered: float,
+        generating: float = 0.0,
+        num_generated: float = 0.0,
+        num_decodes: float = 0.0,
     ) -> None:
         self.count += 1
         self.plain = remembered * self.plain + plain
         self.seconds = remembered * self.seconds + seconds
         self.generating = remembered * self.generating + generating
         self.num_generated = remembered * self.num_generated + num_generated
+        self.num_decodes = remembered * self.num_decodes + num_decodes
 
     def plain_as(self, without: "_Pace") -> float:
         """The seconds in which plain steps would have had the tokens, with at least as many rows as in `without`.
 
-        Drafts end answers sooner and leave fewer rows, of which each token costs a plain step more.
+        Drafts end answers sooner and leave fewer rows, of which each token costs a plain step more. A step of more rows
+        takes no less time, which bounds the difference: other ones come from contexts that have grown since.
         """
-        if not without.num_generated:
+        if not (without.num_generated and self.num_generated):
             return self.plain
         generating = self.num_generated * without.generating / without.num_generated
+        num_rows, usual_rows = (each.num_generated / each.num_decodes for each in (self, without))
+        generating = max(generating, self.generating * num_rows / usual_rows)
         return self.plain - max(0.0, self.generating - generating)
 
     @property
@@ -347,17 +358,19 @@ class DraftGate:
         *,
         generating: float = 0.0,
         num_generated: float = 0.0,
+        num_decodes: float = 0.0,
     ) -> None:
         """Count a step, or `num_steps` equal ones: its rows, its duration, and that of plain steps for its tokens.
 
-        `plain` is 0 if it is not known. `generating`: the part of it for the `num_generated` tokens of decodes.
+        `plain` is 0 if it is not known. `generating`: the part of it for the `num_generated` tokens of decodes, which
+        are those of `num_decodes` plain steps.
         """
         self._num_steps += num_steps
         self._num_rows += num_steps * num_rows
         self._seconds += num_steps * seconds
         if plain and (self.is_open or seconds <= _LARGEST_DELAY * plain):
             seconds = min(seconds, _LARGEST_DELAY * plain)
-            sums = (num_steps * each for each in (generating, num_generated))
+            sums = (num_steps * each for each in (generating, num_generated, num_decodes))
             self._block.add(num_steps * plain, num_steps * seconds, 1.0, *sums)
         if self._is_over():
             self._end_block()
@@ -445,7 +458,8 @@ class DraftGate:
         else:
             self._num_open_blocks = 0
             self._plain_size = size
-            without.add(block.plain, block.seconds, _WITHOUT_REMEMBERED, block.generating, block.num_generated)
+            sums = block.generating, block.num_generated, block.num_decodes
+            without.add(block.plain, block.seconds, _WITHOUT_REMEMBERED, *sums)
             self._owe(size, -_DEBT_REPAID * block.seconds)
         least = _LEAST_PACE if self.is_open and not self.is_trying else _OPENING_PACE
         is_gaining = with_drafts.value >= least
@@ -565,6 +579,7 @@ class DraftPlan:
                 num_rounds * num_steps,
                 generating=generating / num_rounds,
                 num_generated=num_generated / num_rounds,
+                num_decodes=num_generated / max(1, num_rows) / num_rounds,
             )
 
     def _without_interruption(self, batch: ScheduledBatch, seconds: float, num_rounds: int) -> float:

@@ -467,6 +467,22 @@ def test_rows_that_drafts_make_fewer_are_judged_by_the_plain_steps_before() -> N
     assert num_open < 200
 
 
+@pytest.mark.parametrize(("num_rows", "is_gain"), [(8, True), (4, False)])
+def test_contexts_that_grow_are_not_taken_for_rows_that_drafts_have_ended(num_rows: int, is_gain: bool) -> None:
+    """Since the last plain block, steps take 1.5 times as long. A step of 4 rows takes 0.9 times as long as one of 8,
+    so that drafts of 4 rows seem to gain 1.25 of what plain steps of 4 rows had, but lose to those of 8."""
+    gate, num_open = DraftGate(), 0
+    while gate.is_open:
+        gate.note(8, 0.002, 0.001, generating=0.001, num_generated=8, num_decodes=1)
+    for _ in range(16):
+        gate.note(8, 0.001, 0.001, generating=0.001, num_generated=8, num_decodes=1)
+    while gate.is_open and num_open < 200:
+        plain = 0.0015 * (1.0 if num_rows == 8 else 0.9)
+        gate.note(num_rows, plain / 1.25, plain, generating=plain, num_generated=num_rows, num_decodes=1)
+        num_open += 1
+    assert (num_open > 100) is is_gain
+
+
 def test_drafts_that_could_not_pay_do_not_add_up_to_a_debt() -> None:
     once, often = DraftGate(), DraftGate()
     for gate, num_rejected in ((once, 1), (often, 100)):
