@@ -42,12 +42,14 @@ class Served:
 
 
 async def chunks(port: int, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-    """The chunks of a streamed answer, as they arrive. Raises `RuntimeError` if the stream is cut."""
+    """The chunks of a streamed answer, as they arrive. Raises `RuntimeError` if it is refused or cut."""
     request = json.dumps({**body, "stream": True})
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(request)}\r\n\r\n"
     writer.write(f"{head}{request}".encode())
     try:
+        if b" 200 " not in (status := await reader.readline()):
+            raise RuntimeError(f"the request was refused: {status.decode().strip()}")
         while line := await reader.readline():
             if line.startswith(b"data: {"):
                 yield line

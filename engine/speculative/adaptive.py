@@ -31,6 +31,10 @@ _TRIES, _LEAST_TRIES = 0.008, 0.002
 """Share of time spent on tries while some succeed, and the least share; each failed try halves it."""
 _TRYING_ROWS = 8
 """The most sequences of a try where a model drafts."""
+_FIRST_SHARE = 8
+"""One in so many sequences, but at least `_TRYING_ROWS`, drafts with a model until costs of that are known."""
+_CLEARLY_SMALLER = 0.75
+"""Size relative to the largest measured one from which costs of larger sizes are extrapolated."""
 _RATE_IN_TRIES = 0.9
 """Acceptance rate that is assumed for the value of a try: if drafts would bring no gain even then, none is made."""
 _STEPS_PER_PLAN, _MOST_STEPS_PER_PLAN, _MOST_STEPS_PER_IDLE_PLAN = 8, 16, 64
@@ -122,6 +126,15 @@ class _Means:
         """The mean seconds of a size over measurements since step `since`; None if there are none."""
         return _between(self._sizes, size, lambda known: self._known(known, since))
 
+    def beyond(self, size: int, since: int) -> float:
+        """Expected seconds by which a size takes longer than the largest measured one, at most in proportion."""
+        seconds = self.at(size, since)
+        if seconds is None or size <= (largest := self._sizes[-1]):
+            return 0.0
+        smaller = _CLEARLY_SMALLER * largest
+        growth = seconds - (_between(self._sizes, smaller, lambda known: self._known(known, since)) or 0.0)
+        return min(max(0.0, growth) / (largest - smaller), seconds / largest) * (size - largest)
+
     def _known(self, size: int, since: int) -> float | None:
         mean = self._means[size]
         if mean.step >= since:
@@ -186,6 +199,18 @@ class StepCosts:
         since = self._since
         return _between(self._rows, _size(num_rows), lambda rows: self._drafting_of(rows, depth, since)) or 0.0
 
+    def beyond(self, num_tokens: int, num_rows: int, depth: int) -> float:
+        """Expected seconds to add to `with_drafting` for sizes above the largest measured ones, so that they need not
+        be tried where they take long."""
+        drafting = self.drafting(num_rows, depth)
+        more = drafting * (num_rows / self.most_drafting_rows - 1.0) if drafting else 0.0
+        return self._steps.beyond(_size(num_tokens), self._since) + max(0.0, more)
+
+    @property
+    def most_drafting_rows(self) -> int:
+        """The most rows of which drafting was measured; 0 without measurements."""
+        return self._rows[-1] if self._rows else 0
+
     def note_prompts(self, num_decoded: int, num_tokens: int, seconds: float, *, is_plain: bool) -> None:
         """Record the duration of a step with `num_tokens` of prompts next to `num_decoded` of decodes.
 
@@ -235,7 +260,7 @@ def _size(count: int) -> int:
     return count // unit * unit
 
 
-def _between(sizes: list[int], at: int, value: Callable[[int], float | None]) -> float | None:
+def _between(sizes: list[int], at: float, value: Callable[[int], float | None]) -> float | None:
     """The value at a size, interpolated linearly between its neighbours in `sizes`; outside of them the nearest value.
 
     The sizes ascend; sizes that turn out to have no value are removed. None if no size has a value.
@@ -287,8 +312,8 @@ class _Pace:
     def plain_as(self, without: "_Pace") -> float:
         """The seconds in which plain steps would have had the tokens, with at least as many rows as in `without`.
 
-        Drafts end answers sooner and leave fewer rows, of which each token costs a plain step more. A step of more rows
-        takes no less time, which bounds the difference: other ones come from contexts that have grown since.
+        Drafts end answers sooner and leave fewer rows, of which each token costs a plain step more. A step of more
+        rows takes no less time, which bounds the difference: other ones come from contexts that have grown since.
         """
         if not (without.num_generated and self.num_generated):
             return self.plain
@@ -397,13 +422,14 @@ class DraftGate:
             self._debts[size] = max(self._debt(size), _DEBT_REPAID * _REJECTED_SECONDS)
         self._begin()
 
-    def review(self, num_rows: int, *, is_gain_expected: bool) -> None:
-        """End a block with drafts early, unless it is a try, where it loses as expected, or where drafts lost much
-        with so many rows before and the last plain block had far fewer."""
+    def review(self, num_rows: int, *, is_gain_expected: bool, may_pay: bool = True) -> None:
+        """End a block with drafts early, unless it is a try, where it loses as expected, or where the last plain block
+        had far fewer rows and drafts lost much with so many before, or may not pay and have not gained with them."""
         if not self.is_open or self.is_trying:
             return
         size = _power(num_rows)
-        if self._plain_size is not None and size > self._plain_size + 1 and self._has_lost_much(size):
+        is_new = self._plain_size is not None and size > self._plain_size + 1
+        if is_new and (self._has_lost_much(size) or not (may_pay or self._has_gained(size))):
             self.is_open = False
             self._begin()
         elif not is_gain_expected and self._seconds > _MOST_UNJUDGED:
@@ -431,6 +457,10 @@ class DraftGate:
     def _has_lost_much(self, size: int) -> bool:
         """Whether drafts lost much in the last blocks with them of this size."""
         return size in self._paces and 0.0 < self._paces[size][0].value < _LARGE_LOSS
+
+    def _has_gained(self, size: int) -> bool:
+        """Whether drafts paid in the last blocks with them of this size."""
+        return size in self._paces and self._paces[size][0].value >= _LEAST_PACE
 
     def _debt(self, size: int) -> float:
         """The debt of a size; a new one has the largest debt of smaller ones, since drafts lose with more rows too."""
@@ -508,6 +538,8 @@ class DraftPlan:
         """Whether the gate's shortest try takes no longer than a block that it does not judge."""
         self._try_credit, self._try_share = 0.0, _TRIES
         """Time that may be spent on tries, in plain steps, and the amount that each step adds to it."""
+        self._has_few_rows = False
+        """Whether few rows drafted in the last step, because costs of drafting for more were not known."""
         self._num_tries = 0
         self._trying: set[int] = set()
         """Sequences without drafts that try some in the next step."""
@@ -539,6 +571,15 @@ class DraftPlan:
         record = self._records.get(seq.id)
         limit = self._first_limit if record is None else record.limit
         return max(limit, self._try_depth) if self.gate.is_trying else limit
+
+    def most_rows(self, num_rows: int) -> int:
+        """The most rows of a step with `num_rows` after which a model may draft: few until costs of that are known,
+        since a step of many could lose more than tries may."""
+        few = max(_TRYING_ROWS, num_rows // _FIRST_SHARE)
+        self._has_few_rows = num_rows > few and (
+            self.gate.needs_plain_steps or self.costs.most_drafting_rows < _size(few)
+        )
+        return few if self._has_few_rows else num_rows
 
     def note_step(
         self,
@@ -600,14 +641,15 @@ class DraftPlan:
         self._steps_left -= num_steps
         if num_steps > 1:
             self.costs.pass_steps(num_steps - 1)
+        if self.gate.is_trying and self._has_few_rows:
+            self._steps_left = 0
         if not self.is_stopped and (self._steps_left <= 0 or _size(len(seqs)) != self._planned_size):
             # A few steps, or a few new or ended sequences, hardly change the best number of drafts.
             self._decide(seqs, room)
-            if self.gate.is_trying and self._try_cost is None and not self._is_try_short:
-                # Before a try the costs may be those of a few first steps, which are longer.
+            if self.gate.is_trying and not self._may_pay:
                 self.gate.reject()
         if self._by_model:
-            self.gate.review(len(seqs), is_gain_expected=self._gain > 1.0)
+            self.gate.review(len(seqs), is_gain_expected=self._gain > 1.0, may_pay=self._may_pay)
         if self.is_stopped:
             self._has_drafts, self._first_limit = False, 0
             self._steps_left, self._planned_size = _MOST_STEPS_PER_IDLE_PLAN, 0
@@ -615,6 +657,12 @@ class DraftPlan:
             self._try_credit = min(self._try_credit + num_steps * self._try_share, self._try_cost)
             if self._try_credit == self._try_cost:
                 self._try(seqs)
+
+    @property
+    def _may_pay(self) -> bool:
+        """Whether drafts of all sequences would pay if they were accepted. Short tries show it themselves, since the
+        costs may be those of a few first steps, which are longer."""
+        return self._try_cost is not None or self._is_try_short
 
     @property
     def num_unplanned(self) -> int:
@@ -645,12 +693,15 @@ class DraftPlan:
         for depth in range(1, self._max_drafts + 1 if room > 0 else 1):
             num_most = min(num_rows * depth, room)
             seconds = self.costs.with_drafting(num_rows + num_most, num_rows, depth)
-            pace = plain / seconds if plain else 1.0
+            seconds_of_try = seconds
+            if self._by_model:
+                seconds_of_try += self.costs.beyond(num_rows + num_most, num_rows, depth)
+            pace = plain / seconds_of_try if plain else 1.0
             gain = (1.0 + _expected(_RATE_IN_TRIES, depth) * num_most / (num_rows * depth)) * pace
             if gain > best_try:
                 best_try = gain
                 self._plan_try(num_rows, depth, room, plain)
-                self._is_try_short = _LEAST_STEPS * seconds <= _MOST_UNJUDGED
+                self._is_try_short = _LEAST_STEPS * seconds_of_try <= _MOST_UNJUDGED
                 if gain <= _LEAST_GAIN:
                     self._try_cost = None
             # The cost of each row's last draft in tokens of plain steps: drafts with a lower probability of acceptance

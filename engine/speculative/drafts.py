@@ -174,10 +174,13 @@ class Drafts:
             return []
         if not is_current:
             return [0] * len(seqs)
-        if self.plan.is_idle:
-            return [0] * num_decodes + [self._next_limit(seq) for seq in islice(seqs, num_decodes, None)]
         # The scheduled step itself yields at least one token.
-        return [self._next_limit(seq) for seq in seqs]
+        if self.plan.is_idle:
+            limits = [0] * num_decodes + [self._next_limit(seq) for seq in islice(seqs, num_decodes, None)]
+        else:
+            limits = [self._next_limit(seq) for seq in seqs]
+        most = self.plan.most_rows(len(limits))
+        return limits[:most] + [0] * (len(limits) - most)
 
     def num_next_interposed(self, num_rows: int) -> list[int] | None:
         """As `num_next`, for the prompts of an interposed step, whose sequences draft from their next step on."""
