@@ -36,14 +36,14 @@ _STOP_SECONDS = 10.0
 _DIM, _BRIGHT = "\x1b[2m", "\x1b[22m"
 
 _CONTROL = dict.fromkeys([*(set(range(32)) - {9, 10}), *range(127, 160)])
-"""Control characters, which an answer could control the terminal with."""
+"""Control characters, which a server could control the terminal with."""
 
 
 class ChatError(Exception):
     """The chat cannot continue; the message is one sentence."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
-        super().__init__(message)
+        super().__init__(message.translate(_CONTROL))  # It may be the server's.
         self.exit_code = exit_code
 
 
@@ -235,7 +235,7 @@ def _first_model(client: httpx.Client) -> str:
     try:
         response = client.get("/v1/models", timeout=5.0)
         _check(response)
-        return str(response.json()["data"][0]["id"])
+        return str(response.json()["data"][0]["id"]).translate(_CONTROL)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise _lost(client, error) from error
     except (LookupError, TypeError, ValueError) as error:

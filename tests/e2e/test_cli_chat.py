@@ -50,6 +50,8 @@ class Handler(BaseHTTPRequestHandler):
         text = request["messages"][-1]["content"]
         if text == "refuse":
             return self.answer(400, {"error": {"message": "temperature is 9; it must be at most 2"}})
+        if text == "steer":
+            return self.answer(400, {"error": {"message": "no\x1b[2J\x9b2J"}})
         if text == "crash":
             return self.answer(500, {"error": {"message": "the server failed on this request"}})
         self.send_response(200)
@@ -248,6 +250,7 @@ def test_reset_forgets_the_conversation_and_help_lists_the_commands(parrot: Serv
 def test_an_answer_cannot_steer_the_terminal(parrot: Server) -> None:
     done = piped(parrot.url, "a\x1b[2Jb\x07")
     assert done.stdout == "a[2Jb \n"
+    assert piped(parrot.url, "steer").stderr == "kaon chat: no[2J2J\n"
 
 
 def test_interrupting_a_piped_chat_ends_it(parrot: Server) -> None:
