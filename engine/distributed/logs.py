@@ -27,6 +27,9 @@ _FLUSH_SECONDS = 2.0
 
 _STDERR = 2
 
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+"""Control characters, which could steer a reader's terminal. Exceptions' texts and stacks quote what clients sent."""
+
 
 def configure_logging(process: str, level: str, more: str = "") -> logging.Handler:
     """Configure the log of this process with its name and `level`. Returns the handler that writes the lines.
@@ -124,7 +127,8 @@ class LogWriter(logging.Handler):
 
 class _LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return record.getMessage() if getattr(record, "is_bare", False) else super().format(record)
+        line = record.getMessage() if getattr(record, "is_bare", False) else super().format(record)
+        return line.translate(_ESCAPED)
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

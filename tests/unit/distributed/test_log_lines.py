@@ -49,6 +49,20 @@ def test_an_exception_that_ends_a_process_is_logged_with_its_traceback() -> None
     assert trace[-1].startswith("ValueError: no such thing")
 
 
+def test_what_is_logged_cannot_steer_the_terminal_of_its_reader() -> None:
+    program = r"""
+log.info('%s', 'a\x1b[2J\tb\x9b2J\x7f\r')
+log.info('{"a": "\x1b"}', extra=BARE)
+try:
+    raise ValueError('no\x07')
+except ValueError:
+    log.exception('failed')"""
+    stderr = stderr_of(program)
+    assert r"a\x1b[2J" + "\t" + r"b\x9b2J\x7f\x0d" in stderr
+    assert r"no\x07" in stderr
+    assert all(character in "\t\n" or character.isprintable() for character in stderr)
+
+
 def test_a_process_ends_although_its_log_is_not_read() -> None:
     """More lines than the pipe can buffer, including its own traceback."""
     program = PREAMBLE + "[log.info('x' * 1000) for _ in range(1000)]; raise ValueError"
