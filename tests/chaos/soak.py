@@ -102,10 +102,15 @@ class Soak:
         """Request an answer that must always be the same; wait and retry if the server asks for it."""
         name = self._moments.choice(self._names)
         while True:
+            began, before = time.monotonic(), sum(self.counts.values())
             try:
                 outcome = await perform(http, WORKLOAD[name])
             except Refused as refusal:
                 await asyncio.sleep(self._retry_after(refusal.response))
+            except httpx.TimeoutException as error:
+                # Whether others were answered meanwhile shows whether the server was only slow.
+                since = f"{time.monotonic() - began:.0f} s, {sum(self.counts.values()) - before} other events"
+                raise AssertionError(f"{name!r} got {type(error).__name__} after {since}") from error
             else:
                 assert outcome == self._expected[name], f"the answer to {name!r} is another one"
                 self.counts["answers, each as it has to be"] += 1
