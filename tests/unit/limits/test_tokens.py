@@ -276,6 +276,22 @@ async def test_keys_are_fetched_once_and_again_when_they_are_old(key_server: Key
     assert key_server.asked == 2
 
 
+async def test_the_event_loop_does_not_read_the_systems_authorities_for_a_fetch(
+    key_server: KeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    class Client(httpx.AsyncClient):
+        def __init__(self) -> None:
+            threads.append(threading.current_thread())
+            super().__init__()
+
+    monkeypatch.setattr(httpx, "AsyncClient", Client)
+    assert await Source(key_server).is_accepted(token())
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+
+
 async def test_a_new_key_is_found_and_unknown_ones_do_not_make_the_server_fetch_all_the_time(
     key_server: KeyServer,
 ) -> None:
