@@ -40,13 +40,15 @@ class Streamed(NamedTuple):
         return max((later - earlier for earlier, later in itertools.pairwise(self.times)), default=0.0)
 
 
-async def read_stream(http: httpx.AsyncClient, body: dict[str, Any], *, retries: bool = False) -> Streamed:
+async def read_stream(
+    http: httpx.AsyncClient, body: dict[str, Any], *, retries: bool = False, times: list[float] | None = None
+) -> Streamed:
     """Read one streamed completion, and assert that it is complete.
 
     `retries`: whether to send it again, as real clients do, if its connection was closed before its head was read, or
-    after a 503.
+    after a 503. `times`: a list to which the time of each part is added as it arrives.
     """
-    sent, parts, times = time.monotonic(), list[bytes](), list[float]()
+    sent, parts, times = time.monotonic(), list[bytes](), [] if times is None else times
     unavailable = (httpx.RemoteProtocolError, httpx.ReadError) if retries else ()
     while not parts:
         assert time.monotonic() - sent < START_SECONDS
