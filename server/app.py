@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from sse_starlette import EventSourceResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -57,6 +58,8 @@ def create_app(
 
         starting = asyncio.create_task(start())
         app.state.description.begin()
+        # The first response of this kind imports modules, for which other clients would wait 17 ms later.
+        EventSourceResponse(iter(()))
         watching = asyncio.create_task(keys.watch())
         yield
         starting.cancel()

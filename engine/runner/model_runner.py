@@ -124,6 +124,7 @@ class ModelRunner:
         self._is_dummy_run = False
         self._on_pause: Callable[[], object] | None = None
         """Called when the running step is interrupted; None where it cannot be."""
+        self._is_interrupted = False
         self._num_blocks = num_blocks
         self.program: Program | None = None
         """The model's pass as one call; None where it runs operator by operator."""
@@ -279,7 +280,8 @@ class ModelRunner:
     def forward_with_pauses(
         self, batch: ScheduledBatch, on_pause: Callable[[], object] | None
     ) -> ScheduledBatchOutput:
-        """As `forward`; after each `interrupt`, the recorded pass pauses between two operators for `on_pause`."""
+        """As `forward`; after each `interrupt`, the recorded pass pauses between two operators for `on_pause`, and log
+        probabilities of prompts between two slices."""
         # A pause is for messages, and none are due before the step: the outputs of the previous one have been sent.
         self.page_committer.commit_after_step(self._last_step_seconds)
         start = time.perf_counter()
@@ -296,11 +298,13 @@ class ModelRunner:
     def interrupt(self) -> None:
         """Pause the step that runs `forward_with_pauses`, or the next that does. Called in any thread."""
         assert self.loaded.operators is not None, "steps that pause are run by the operators"
+        self._is_interrupted = True
         self.loaded.operators.interrupt()
 
     def withdraw_interruption(self) -> None:
         """Do not pause the next step for an `interrupt` after which no step has paused."""
         assert self.loaded.operators is not None, "steps that pause are run by the operators"
+        self._is_interrupted = False
         self.loaded.operators.withdraw_interruption()
 
     def forward_interposed(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
@@ -499,7 +503,7 @@ class ModelRunner:
                 self.sentinel.note_step(inputs, on_device.metadata)
             prompt_logprobs = None
             if prompt_spans:
-                prompt_logprobs = self.head.prompt_logprobs(hidden, prompt_spans)
+                prompt_logprobs = self.head.prompt_logprobs(hidden, prompt_spans, self._pause_if_interrupted)
             pooled = None
             if inputs.pooled and self.pooler is not None:
                 pooled = self.pooler.pool(hidden, inputs.pooled)
@@ -620,13 +624,19 @@ class ModelRunner:
             hidden = self.program.run(step.input_ids, step.positions, operands)
         else:
             tokens = step.input_ids, step.positions
-            hidden = self.program.run_with_pauses(*tokens, operands, self._on_pause)
+            hidden = self.program.run_with_pauses(*tokens, operands, self._pause_if_interrupted)
         if self._stream_layers:
             streams = zip(self._stream_layers, self.program.others(num_tokens), strict=True)
             get_forward_context().streams.update(streams)
         if exchange is not None:
             exchange.check()
         return hidden
+
+    def _pause_if_interrupted(self) -> None:
+        """Call `_on_pause` if the running step was interrupted since the last call."""
+        if self._is_interrupted and self._on_pause is not None:
+            self._is_interrupted = False
+            self._on_pause()
 
     # -- several ranks ------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ their shards, a few bytes a row; otherwise they gather the logits. On a CPU the 
 without storing logits.
 """
 
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -58,11 +59,14 @@ class OutputHead:
             return LaunchedTokens.of_host(*head.choose(hidden))
         return self._model.compute_logits(hidden)
 
-    def prompt_logprobs(self, hidden: torch.Tensor, spans: list[PromptSpan]) -> dict[int, list[TokenLogprobs]]:
-        """The log probabilities of prompt tokens by sequence, on rank 0. # hidden [T, H]"""
+    def prompt_logprobs(
+        self, hidden: torch.Tensor, spans: list[PromptSpan], on_slice: Callable[[], object]
+    ) -> dict[int, list[TokenLogprobs]]:
+        """The log probabilities of prompt tokens by sequence, on rank 0. `on_slice` as in `read_prompt_logprobs`.
+        # hidden [T, H]"""
         vocab_size = self._loaded.model_config.vocab_size
         if self._parallel.rank == 0:
-            return read_prompt_logprobs(hidden, self._model.compute_logits, spans, vocab_size)
+            return read_prompt_logprobs(hidden, self._model.compute_logits, spans, vocab_size, on_slice)
         compute_prompt_logits(hidden, self._model.compute_logits, spans, vocab_size)
         return {}
 

@@ -15,6 +15,8 @@ from engine.sampling.torch_ops import LogprobColumns
 
 _LOGITS_AT_A_TIME = 1 << 22
 """Most logits of prompt tokens in memory at a time (16 MiB): those of a whole prompt may be gigabytes."""
+_TOKENS_AT_A_TIME = 128
+"""Most prompt tokens at a time: a CPU takes 3 ms for them, after which short prompts of other requests may be due."""
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
@@ -54,13 +56,18 @@ def read_prompt_logprobs(
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
     spans: list[PromptSpan],
     vocab_size: int,
+    on_slice: Callable[[], object] = lambda: None,
 ) -> dict[int, list[TokenLogprobs]]:
-    """Compute log probabilities of prompt tokens from a prefill's hidden states, by sequence. # hidden [T, H]"""
+    """Compute log probabilities of prompt tokens from a prefill's hidden states, by sequence. # hidden [T, H]
+
+    `on_slice` is called after each slice of tokens. It may compute other logits.
+    """
     read: dict[int, list[TokenLogprobs]] = {span.seq_id: [] for span in spans}
     for span, start, rows in _slices(hidden, spans, vocab_size):
         logits = compute_logits(rows)
         tokens = torch.tensor(span.token_ids[start : start + len(rows)], device=logits.device)
         read[span.seq_id] += token_logprobs(logits, tokens, [span.num_alternatives] * len(rows))
+        on_slice()
     return read
 
 
@@ -80,7 +87,7 @@ def _slices(
 ) -> Iterator[tuple[PromptSpan, int, torch.Tensor]]:
     """Yield slices of each span: the span, the index of the slice's first token in it, and the tokens' hidden
     states."""
-    size = max(1, _LOGITS_AT_A_TIME // vocab_size)
+    size = max(1, min(_LOGITS_AT_A_TIME // vocab_size, _TOKENS_AT_A_TIME))
     for span in spans:
         for start in range(0, len(span.token_ids), size):
             count = min(size, len(span.token_ids) - start)

@@ -28,17 +28,20 @@ from tests.chaos.test_owners import HEAVY, VICTIM, Owners, attack
 from tests.chaos.victim import Streamed, read_stream
 from tests.e2e.kaon_server import MODEL
 
-REQUESTS = 200
-"""Requests of the light key next to each mix, and a quarter as many alone before each, all of which are compared."""
-PAUSE_SECONDS = 0.05
-"""Seconds between two of its requests."""
+REQUESTS = 100
+"""Requests of the light key next to each of the first mixes; half as many next to each further one. A quarter as many
+are sent alone before each mix, and all of these are compared with those next to it."""
+FIRST_ALONE = 40
+LEAST_PAUSE_SECONDS, PAUSE_IN_MEDIANS = 0.05, 9
+"""Between two of its requests the light key pauses for nine times their median time alone. So alone it would take a
+tenth of the machine's time, however fast that is: with more, it would not be light next to ten heavy keys."""
 PROMPT_WORDS = 20
 STREAMS, STREAM_SECONDS = 8, 3
 WARM_SECONDS = 2
 """Seconds between the start of a load and the first measurement."""
 THROUGHPUT_SECONDS, THROUGHPUT_ROUNDS = 6, 3
 
-MIXES: dict[str, tuple[str, ...]] = {
+FIRST_MIXES: dict[str, tuple[str, ...]] = {
     "long prompts": ("long_prompts",),
     "8 choices": ("choices",),
     "answers of all lengths": ("answers", "long_answers", "cancelled_answers", "short_requests"),
@@ -47,8 +50,8 @@ MIXES: dict[str, tuple[str, ...]] = {
     "slow readers": ("slow_readers",),
     "connections": ("connections",),
     "all ten": tuple(LOADS)[:10],
-    **{name: (name,) for name in tuple(LOADS)[10:]},
 }
+MIXES = FIRST_MIXES | {name: (name,) for name in tuple(LOADS)[10:]}
 THROUGHPUT_MIXES = ("long prompts", "answers of all lengths", "all ten")
 
 
@@ -91,13 +94,20 @@ class Light:
         self.owners, self._http = owners, http
         self._numbers = itertools.count()
         self.alone = Ttfts()
+        self._pause = LEAST_PAUSE_SECONDS
+
+    async def begin(self) -> None:
+        """Warm the server up, and determine the pauses between requests."""
+        await self.first_tokens(20)
+        self.alone += await self.first_tokens(FIRST_ALONE)
+        self._pause = max(LEAST_PAUSE_SECONDS, PAUSE_IN_MEDIANS * self.alone.quantile(0.5))
 
     async def first_tokens(self, number: int) -> Ttfts:
         """Send requests one after the other."""
         # Answers to such prompts begin with special tokens: without their text no event would have the first token.
         ttfts = Ttfts()
         for _ in range(number):
-            await asyncio.sleep(PAUSE_SECONDS)
+            await asyncio.sleep(self._pause)
             body = {**VICTIM, "prompt": self._prompt(), "max_tokens": 5, "skip_special_tokens": False}
             ttfts.append((await read_stream(self._http, body)).ttft)
         return ttfts
@@ -118,18 +128,20 @@ class Light:
     async def next_to(self, name: str, requests: int) -> str:
         """Measure a mix. Returns its row of the table."""
         owners, server = self.owners, self.owners.server
+        if name not in FIRST_MIXES:
+            requests //= 2
         self.alone += await self.first_tokens(requests // 4)
         with sent_to(server, MODEL, MIXES[name], [owners.keys[each] for each in HEAVY]):
             await asyncio.sleep(WARM_SECONDS)
             before = server.metrics()
             loaded = await self.first_tokens(requests)
             use = use_in_heavy_keys(before, server.metrics())
-            share = await self.share_of_streams(len(HEAVY))
-        print(f"{name}: {share}", flush=True)
+            share = await self.share_of_streams(len(HEAVY)) if name in FIRST_MIXES else None
+        print(f"{name}: {share or ''}", flush=True)
         # Responses and batches in the background end after their clients.
         await asyncio.to_thread(server.until, lambda: server.metric("kaon_requests_live") == 0)
-        ratio = p99_ratio(loaded, self.alone)
-        return f"| {name.replace('_', ' ')} | {loaded} ms | {ratio} | {use:.2f} | {share.of_fair:.2f} |"
+        ratio, share_of_fair = p99_ratio(loaded, self.alone), f"{share.of_fair:.2f}" if share else ""
+        return f"| {name.replace('_', ' ')} | {loaded} ms | {ratio} | {use:.2f} | {share_of_fair} |"
 
     def _prompt(self) -> str:
         return prompt(PROMPT_WORDS, next(self._numbers))
@@ -143,13 +155,14 @@ async def measure_shares(owners: Owners, names: Sequence[str], requests: int) ->
     """Measure a light key alone and next to each mix."""
     async with owners.client("light") as http:
         light = Light(owners, http)
-        await light.first_tokens(20)
+        await light.begin()
         rows = list[str]()
         for name in names:
             rows.append(await light.next_to(name, requests))
             print(rows[-1], flush=True)
     print(
-        f"\nFirst tokens of {requests} requests next to each mix, {len(light.alone)} alone.\n\n"
+        f"\nFirst tokens of {requests} requests next to each of the first mixes, half as many next to the others, and "
+        f"{len(light.alone)} alone.\n\n"
         "| What ten heavy keys send | light key's first token, median, p99, latest | p99 relative to alone (95 %) | "
         "its tokens in those of a heavy key | its streams' fair shares |\n| --- | --- | ---: | ---: | ---: |"
     )
@@ -182,7 +195,12 @@ async def measure_throughput(owners: Owners, names: Sequence[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make fairness ARGS=...", description=__doc__)
     parser.add_argument("--mixes", default="", help=f"names separated by commas: {', '.join(MIXES)} (all)")
-    parser.add_argument("--requests", type=int, default=REQUESTS, help=f"requests next to each mix ({REQUESTS})")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=REQUESTS,
+        help=f"requests next to each of the first mixes ({REQUESTS}); half as many next to the others",
+    )
     parser.add_argument("--large", action="store_true", help=f"serve {SHAPE.name} instead of the embedded model")
     parser.add_argument("--throughput", action="store_true", help="compare the tokens of ten keys and of one")
     arguments = parser.parse_args()

@@ -283,6 +283,40 @@ def test_a_step_paused_for_another_gives_what_both_give_alone(drafts):
     assert run(interposed=True) == run(interposed=False)
 
 
+def test_log_probabilities_of_a_prompt_pause_for_another_step():
+    """800 tokens take 20 ms after the pass; a light owner's prompt waited for them."""
+    reads = SamplingParams(temperature=0.0, prompt_logprobs=3, max_tokens=1)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(300, 1000, size=length).tolist() for length in (300, 40)]
+
+    def run(*, interposed: bool) -> tuple[list[ScheduledBatchOutput], int]:
+        runner = ModelRunner(load(CHECKPOINT_DIR, Config(num_kvcache_blocks=64), torch.bfloat16), 64)
+        seqs = [Sequence(prompts[0], 16, reads, id=0), Sequence(prompts[1], 16, GREEDY, id=1)]
+        for seq in seqs:
+            seq.slot, seq.block_table = seq.id, list(range(30 * seq.id, 30 * seq.id + 30))
+        other: list[ScheduledBatchOutput] = []
+        compute_logits = runner.model.compute_logits
+
+        def arrive(hidden: torch.Tensor) -> torch.Tensor:
+            if interposed and not other:
+                runner.interrupt()
+            return compute_logits(hidden)
+
+        runner.model.compute_logits = arrive
+        first = runner.forward_with_pauses(
+            batch_of(seqs[:1], new=True), lambda: other.append(runner.forward_interposed(batch_of(seqs[1:], new=True)))
+        )
+        num_pauses = len(other)
+        return [first, *(other or [runner.forward(batch_of(seqs[1:], new=True))])], num_pauses
+
+    expected, no_pauses = run(interposed=False)
+    outputs, num_pauses = run(interposed=True)
+    assert (no_pauses, num_pauses) == (0, 1)
+    assert outputs == expected
+    assert expected[0].prompt_logprobs is not None
+    assert len(expected[0].prompt_logprobs[0]) == 299
+
+
 def test_a_step_does_not_pause_for_an_interruption_that_was_withdrawn():
     runner = ModelRunner(load(CHECKPOINT_DIR, Config(num_kvcache_blocks=64), torch.bfloat16), 64)
     seq = Sequence([300] * 20, 16, id=0)
