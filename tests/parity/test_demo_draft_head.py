@@ -45,6 +45,24 @@ SAMPLED = tuple(
         ]
     )
 )
+SAMPLING = {"greedy": GREEDY, "sampled": SAMPLED}
+SHAPES: dict[str, dict[str, Any]] = {
+    "enough blocks": {"num_kvcache_blocks": 512},
+    "few blocks": {"num_kvcache_blocks": 44},
+    "chunks and a short context": {
+        "scheduling_policy": "mixed",
+        "max_num_batched_tokens": 64,
+        "max_model_len": 208,
+        "num_kvcache_blocks": 512,
+    },
+}
+EACH_PAIR = [
+    pytest.param(drafter, sampling, shape, marks=() if (which + number + place) % 2 else pytest.mark.slow)
+    for which, drafter in enumerate(("another model", "head"))
+    for number, sampling in enumerate(SAMPLING)
+    for place, shape in enumerate(("few blocks", "chunks and a short context"))
+]
+"""Of drafters, sampling and shapes; in the short form, every pair of them."""
 
 
 def questions(params: tuple[SamplingParams, ...] = GREEDY) -> list[Sequence]:
@@ -70,7 +88,7 @@ def answers() -> list[list[int]]:
     return steps(0).run(questions())
 
 
-@pytest.mark.parametrize("num_drafts", LEAST_ACCEPTED)
+@pytest.mark.parametrize("num_drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_most_drafts_of_the_head_are_what_the_model_says_to_held_out_questions(num_drafts: int) -> None:
     drafting = steps(num_drafts)
     assert drafting.run(questions()) == answers()
@@ -94,26 +112,18 @@ class Recorded(Steps):
 
 
 @pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("by", ["another", "head"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"num_kvcache_blocks": 44},
-        {"scheduling_policy": "mixed", "max_num_batched_tokens": 64, "max_model_len": 208, "num_kvcache_blocks": 512},
-    ],
-    ids=["few blocks", "chunks and a short context"],
-)
+@pytest.mark.parametrize(("drafter", "sampling", "shape"), EACH_PAIR)
 def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
-    by: str, params: tuple[SamplingParams, ...], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    drafter: str, sampling: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head, in the call that verifies its previous drafts, and a model that reads no hidden states.
 
     After a pause no entry may be missing: its memory would then contain entries of earlier rows, which differ.
     """
     monkeypatch.setattr(draft_states, "_MAX_STORED", 64)
+    params, fields = SAMPLING[sampling], SHAPES[shape]
     speculative = {"num_speculative_tokens": 4, "speculative_method": "eagle"}
-    if by == "another":
+    if drafter == "another model":
         speculative |= {"speculative_method": "draft", "speculative_model": str(CHECKPOINT_DIR)}
     fields = {"max_num_seqs": 8, "max_model_len": 512, **fields, "speculative_config": speculative}
     made, answered, verified = [], [], []
@@ -131,7 +141,7 @@ def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
         assert runner.drafts is not None
         assert runner.drafts.drafter.is_recorded
         if not is_at_once:
-            assert verified.count(True) > 10 or by == "another"
+            assert verified.count(True) > 10 or drafter == "another model"
             runner.drafts.drafter._passes.chain = None
         recorded = Recorded(runner)
         recorded.made = []
@@ -160,20 +170,17 @@ class InRounds(Steps):
 
 
 @pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    "fields",
+    ("sampling", "shape"),
     [
-        {"num_kvcache_blocks": 512},
-        {"num_kvcache_blocks": 44},
-        {"scheduling_policy": "mixed", "max_num_batched_tokens": 64, "max_model_len": 208, "num_kvcache_blocks": 512},
+        pytest.param(sampling, shape, marks=() if (number + place) % 2 else pytest.mark.slow)
+        for number, sampling in enumerate(SAMPLING)
+        for place, shape in enumerate(SHAPES)
     ],
-    ids=["enough blocks", "few blocks", "chunks and a short context"],
 )
-def test_several_rounds_of_a_step_generate_the_tokens_of_plain_steps(
-    params: tuple[SamplingParams, ...], fields: dict[str, Any]
-) -> None:
-    fields = {"max_num_seqs": 8, "max_model_len": 512, **fields}
+def test_several_rounds_of_a_step_generate_the_tokens_of_plain_steps(sampling: str, shape: str) -> None:
+    """The short form has each sampling and each shape."""
+    params, fields = SAMPLING[sampling], {"max_num_seqs": 8, "max_model_len": 512, **SHAPES[shape]}
     drafting = {"speculative_config": {"num_speculative_tokens": 4, "speculative_method": "eagle"}}
     found = []
     for more in ({}, drafting):
