@@ -25,6 +25,7 @@ from models.ops.cpu.packed_weight import PackedWeight, QuantizedWeight, padded
 from models.ops.cpu.program import record
 from models.ops.cpu.sampling import GreedyHead
 from models.ops.types import CLAMPED_SILU, CLIPPED_SILU, GELU_TANH, SILU, AttentionOptions, HeadNorms
+from tests.sweeps import sweep
 
 LIBRARY = library.load_library()
 pytestmark = pytest.mark.skipif(
@@ -644,12 +645,10 @@ class TestAttention:
 
 @pytest.mark.usefixtures("operators")
 class TestGreedyHead:
-    @pytest.mark.parametrize("rows", [1, 3, 33, 600])
-    @pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (100, 71), (1056, 1000), (16, 1)])
-    @pytest.mark.parametrize("has_bias", [True, False])
-    def test_chooses_what_the_logits_would(self, rows: int, inputs: int, outputs: int, has_bias: bool) -> None:
-        x, weight = bf16(rows, inputs), packed(bf16(outputs, inputs, seed=1))
-        bias = bf16(outputs, seed=2) if has_bias else None
+    @sweep(2, rows=[1, 3, 33, 600], shape=[(64, 64), (71, 100), (1000, 1056), (1, 16)], has_bias=[True, False])
+    def test_chooses_what_the_logits_would(self, rows: int, shape: tuple[int, int], has_bias: bool) -> None:
+        x, weight = bf16(rows, shape[1]), packed(bf16(*shape, seed=1))
+        bias = bf16(shape[0], seed=2) if has_bias else None
         logits = ops.linear(x, weight, bias, dtype=torch.float32)
         tokens, peaks = greedy_head(weight, bias, rows).choose(x)
         assert tokens.tolist() == logits.numpy().argmax(-1).tolist()

@@ -11,6 +11,7 @@ from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime, structures
 from models.ops.cpu.packed_weight import BLOCK, STEP, QuantizedWeight, padded, quantized_bytes
 from tests.parity.test_cpu_operators import LIBRARY, PATHS, SILU, bf16, greedy_head
+from tests.sweeps import sweep
 
 pytestmark = pytest.mark.skipif(
     LIBRARY is None, reason="the operators were not built: install again where there is a C compiler"
@@ -163,14 +164,10 @@ def test_a_gated_product_equals_the_gate_of_the_product(rows: int, has_bias: boo
     assert torch.equal(ops.gated_linear(x, weight, bias, SILU), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 33, 600])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (100, 71), (1056, 1000), (16, 1)])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_a_head_chooses_what_its_logits_would(
-    rows: int, inputs: int, outputs: int, has_bias: bool, bits: Bits
-) -> None:
-    x, weight = bf16(rows, inputs), quantized(bf16(outputs, inputs, seed=1), bits)
-    bias = bf16(outputs, seed=2) if has_bias else None
+@sweep(2, rows=[1, 4, 33, 600], shape=[(64, 64), (71, 100), (1000, 1056), (1, 16)], has_bias=[True, False])
+def test_a_head_chooses_what_its_logits_would(rows: int, shape: tuple[int, int], has_bias: bool, bits: Bits) -> None:
+    x, weight = bf16(rows, shape[1]), quantized(bf16(*shape, seed=1), bits)
+    bias = bf16(shape[0], seed=2) if has_bias else None
     logits = ops.linear(x, weight, bias, dtype=torch.float32)
     tokens, peaks = greedy_head(weight, bias, rows).choose(x)
     assert tokens.tolist() == logits.numpy().argmax(-1).tolist()

@@ -21,6 +21,7 @@ from models.ops.cpu.draft_chain import MOST_ROUNDS
 from models.ops.cpu.runtime import load_library
 from tests.parity.test_model_drafters import Steps
 from tests.parity.test_worker_model_runner import runner_for
+from tests.sweeps import sweep
 from tools.demo.examples import render_prompt
 from tools.demo.generate import held_out_texts
 
@@ -56,13 +57,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_kvcache_blocks": 512,
     },
 }
-EACH_PAIR = [
-    pytest.param(drafter, sampling, shape, marks=() if (which + number + place) % 2 else pytest.mark.slow)
-    for which, drafter in enumerate(("another model", "head"))
-    for number, sampling in enumerate(SAMPLING)
-    for place, shape in enumerate(("few blocks", "chunks and a short context"))
-]
-"""Of drafters, sampling and shapes; in the short form, every pair of them."""
 
 
 def questions(params: tuple[SamplingParams, ...] = GREEDY) -> list[Sequence]:
@@ -112,7 +106,7 @@ class Recorded(Steps):
 
 
 @pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
-@pytest.mark.parametrize(("drafter", "sampling", "shape"), EACH_PAIR)
+@sweep(2, drafter=["another model", "head"], sampling=[*SAMPLING], shape=["few blocks", "chunks and a short context"])
 def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
     drafter: str, sampling: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,16 +164,8 @@ class InRounds(Steps):
 
 
 @pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
-@pytest.mark.parametrize(
-    ("sampling", "shape"),
-    [
-        pytest.param(sampling, shape, marks=() if (number + place) % 2 else pytest.mark.slow)
-        for number, sampling in enumerate(SAMPLING)
-        for place, shape in enumerate(SHAPES)
-    ],
-)
+@sweep(shape=[*SHAPES], sampling=[*SAMPLING])
 def test_several_rounds_of_a_step_generate_the_tokens_of_plain_steps(sampling: str, shape: str) -> None:
-    """The short form has each sampling and each shape."""
     params, fields = SAMPLING[sampling], {"max_num_seqs": 8, "max_model_len": 512, **SHAPES[shape]}
     drafting = {"speculative_config": {"num_speculative_tokens": 4, "speculative_method": "eagle"}}
     found = []

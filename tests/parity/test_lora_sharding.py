@@ -20,6 +20,7 @@ from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import CPU
 from tests.parity.test_model_sharding import fill, random, ranks
+from tests.sweeps import sweep
 
 
 @pytest.fixture
@@ -106,9 +107,7 @@ def test_products_of_experts_add_up(size: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("two_adapters")
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("num_kv_heads", [2, 4])
-@pytest.mark.parametrize("is_fused", [False, True])
+@sweep(2, size=[1, 2, 4], num_kv_heads=[2, 4], is_fused=[False, True])
 def test_products_of_query_key_and_value_follow_their_heads(size: int, num_kv_heads: int, is_fused: bool) -> None:
     """With fewer KV heads than ranks, several ranks hold the same head and its products. A fused product's parts share
     A."""

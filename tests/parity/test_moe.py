@@ -21,6 +21,7 @@ from tests.parity.paged_model import CPU, PagedModel, assert_computes, prompt
 from tests.parity.test_model_sharding import fill, random, ranks
 from tests.parity.tolerance import assert_within, with_bound
 from tests.parity.variants import all_variants
+from tests.sweeps import sweep
 
 HIDDEN, INNER, EXPERTS, TOP_K = 12, 8, 6, 3
 SUMMED = HIDDEN + INNER + TOP_K
@@ -81,9 +82,7 @@ def routed(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return random(num_tokens, HIDDEN), *softmax_top_k(random(num_tokens, EXPERTS), TOP_K, renormalize=False)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@sweep(2, size=[1, 2, 4], bias=[False, True], stacked=[False, True])
 def test_shards_of_experts_add_up_to_the_whole_layer(size: int, bias: bool, stacked: bool) -> None:
     whole, inputs = Whole(bias=bias), routed(7)
     total = torch.zeros(7, HIDDEN)

@@ -36,6 +36,7 @@ from tests.parity.paged_model import CPU, PagedModel, Reference, Row, assert_com
 from tests.parity.test_architectures import GREEDY_TOKENS, LONG_TOKENS, generate
 from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.variants import Variant, all_variants
+from tests.sweeps import sweep
 
 ONLY_OURS = {
     "MiniMaxForCausalLM": "MiniMax uses cache of its own",
@@ -285,9 +286,7 @@ def later_by_one(positions: torch.Tensor) -> torch.Tensor:
     return positions + (positions > 2)
 
 
-@pytest.mark.parametrize("wrong", [of_own_step, later_by_one])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("stem", ["Apertus", "JetMoe"])
+@sweep(2, wrong=[of_own_step, later_by_one], dtype=[torch.bfloat16, torch.float32], stem=["Apertus", "JetMoe"])
 def test_wrong_positions_are_found_in_any_dtype(
     stem: str,
     dtype: torch.dtype,

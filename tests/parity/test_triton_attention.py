@@ -15,6 +15,7 @@ from models.ops.triton.cache_store import store
 from models.ops.triton.grids import MAX_PIECES, PIECE, list_pieces, most_pieces, num_pieces
 from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor
 from tests.parity.triton_interpreter import DEVICE, rdna  # noqa: F401, a fixture
+from tests.sweeps import sweep
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -131,8 +132,10 @@ def test_decodes_of_one_and_of_several_pieces(options: AttentionOptions, has_sin
     batch.check(batch.decode(options, sinks), batch.expected(options, sinks))
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, None), (torch.bfloat16, torch.float8_e4m3fn)], ids=["f32", "fp8"])
-@pytest.mark.parametrize("options", [WINDOW, CAPPED, CHUNKED], ids=["window", "window-soft-cap", "chunks"])
+@sweep(
+    dtypes={"f32": (torch.float32, None), "fp8": (torch.bfloat16, torch.float8_e4m3fn)},
+    options={"window": WINDOW, "window-soft-cap": CAPPED, "chunks": CHUNKED},
+)
 def test_what_others_store_in_blocks_before_the_window_does_not_matter(
     options: AttentionOptions, dtypes: tuple[torch.dtype, torch.dtype | None]
 ) -> None:
@@ -235,9 +238,7 @@ def test_a_graph_has_room_for_the_pieces_of_each_row_that_it_may_be_replayed_for
     ]
 
 
-@pytest.mark.parametrize("norm", [None, RMSNorm, OffsetRMSNorm])
-@pytest.mark.parametrize("rotary_dim", [None, 64, 24])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@sweep(2, norm=[None, RMSNorm, OffsetRMSNorm], rotary_dim=[None, 64, 24], dtype=[torch.float32, torch.bfloat16])
 def test_keys_are_normalised_rotated_and_stored_and_queries_returned(
     norm: type[RMSNorm] | None, rotary_dim: int | None, dtype: torch.dtype
 ) -> None:

@@ -11,10 +11,11 @@ from models.ops.triton.cases import elementwise as elementwise_reference
 from models.ops.triton.cases import experts as experts_reference
 from models.ops.types import CLAMPED_SILU, CLIPPED_SILU, GELU_TANH, SILU
 from tests.parity.triton_interpreter import DEVICE
+from tests.sweeps import sweep
 
 # A rounding to bfloat16 or float16 may go either way, twice if two numbers were rounded.
 CLOSE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 4e-2), torch.float16: (2e-3, 4e-3)}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -27,9 +28,12 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
-@DTYPES
-@pytest.mark.parametrize("shape", [(1, 64), (5, 96), (3, 7), (2, 3, 130)])
-@pytest.mark.parametrize("mode", [elementwise.PLAIN, elementwise.ADD_NORM, elementwise.NORM_ADD])
+@sweep(
+    2,
+    shape=[(1, 64), (5, 96), (3, 7), (2, 3, 130)],
+    mode=[elementwise.PLAIN, elementwise.ADD_NORM, elementwise.NORM_ADD],
+    dtype=DTYPES,
+)
 def test_rms_norm(shape: tuple[int, ...], mode: int, dtype: torch.dtype) -> None:
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     residual, of_reference = (
@@ -51,9 +55,7 @@ def test_rms_norm_of_rows_that_lie_apart() -> None:
     )
 
 
-@DTYPES
-@pytest.mark.parametrize("features", [8, 33, 96])
-@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLAMPED_SILU, CLIPPED_SILU])
+@sweep(2, features=[8, 33, 96], activation=[SILU, GELU_TANH, CLAMPED_SILU, CLIPPED_SILU], dtype=DTYPES)
 def test_gated(activation: int, features: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * features, dtype=dtype) * 4
     compute = functools.partial(elementwise_reference.reference_gated, gate_up, activation, alpha=1.702, limit=7.0)
@@ -136,22 +138,17 @@ def test_moe_sort(tokens: int, top_k: int, experts: int, block: int, held: float
     assert int(found.num_blocks) <= found.max_blocks
 
 
-@DTYPES
-@pytest.mark.parametrize(
-    ("tokens", "top_k", "experts", "hidden", "inner"), [(1, 2, 4, 32, 16), (5, 3, 7, 24, 20), (30, 2, 3, 16, 17)]
+@sweep(
+    2,
+    dtype=DTYPES,
+    sizes=[(1, 2, 4, 32, 16), (5, 3, 7, 24, 20), (30, 2, 3, 16, 17)],
+    block=[16, 64],
+    gating=[expert_products.Gating(SILU), expert_products.Gating(CLAMPED_SILU, 1.702, 7.0)],
 )
-@pytest.mark.parametrize("block", [16, 64])
-@pytest.mark.parametrize("gating", [expert_products.Gating(SILU), expert_products.Gating(CLAMPED_SILU, 1.702, 7.0)])
 def test_moe_gemm_both_ways_and_combine(
-    tokens: int,
-    top_k: int,
-    experts: int,
-    hidden: int,
-    inner: int,
-    gating: expert_products.Gating,
-    block: int,
-    dtype: torch.dtype,
+    sizes: tuple[int, int, int, int, int], gating: expert_products.Gating, block: int, dtype: torch.dtype
 ) -> None:
+    tokens, top_k, experts, hidden, inner = sizes
     x = random(tokens, hidden, dtype=dtype)
     has_bias = gating.activation == CLAMPED_SILU
     w13, w2 = random(experts, 2 * inner, hidden, dtype=dtype), random(experts, hidden, inner, dtype=dtype)

@@ -23,14 +23,14 @@ from models.ops.weight_formats import (
     unpack_nibbles,
 )
 from tests.parity.triton_interpreter import DEVICE
+from tests.sweeps import sweep
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 requires_fp8 = pytest.mark.skipif(target_of(DEVICE).fp8 is None, reason="the GPU has no FP8")
 
 
-@pytest.mark.parametrize("inputs", [1152, 2112])
-@pytest.mark.parametrize("kind", ["fp8", "no fp8", "four bits"])
+@sweep(inputs=[1152, 2112], kind=["fp8", "no fp8", "four bits"])
 def test_products_are_split_by_the_weight_alone(kind: str, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's sums are the same alone and in a batch, and those of all inputs."""
     if kind == "no fp8":
@@ -137,27 +137,20 @@ def fp8_weight(scales: str, *shape: int) -> FP8Weight:
 FP8_HARDWARE = pytest.mark.parametrize("hardware", [pytest.param("fp8", marks=requires_fp8), "no fp8"])
 
 
-@pytest.mark.parametrize(
-    ("hardware", "dtype"),
-    [
-        pytest.param("fp8", torch.float32, marks=requires_fp8),
-        pytest.param("fp8", torch.bfloat16, marks=requires_fp8),
-        ("no fp8", torch.bfloat16),
-    ],
+@sweep(
+    2,
+    computes=[("fp8", torch.float32), ("fp8", torch.bfloat16), ("no fp8", torch.bfloat16)],
+    scales=["tensor", "channel", "row", "block"],
+    sizes=[(1, 24, 256), (19, 150, 200)],
 )
-@pytest.mark.parametrize("scales", ["tensor", "channel", "row", "block"])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 24, 256), (19, 150, 200)])
 def test_fp8_linear(
-    rows: int,
-    outputs: int,
-    inputs: int,
-    scales: str,
-    dtype: torch.dtype,
-    hardware: str,
-    monkeypatch: pytest.MonkeyPatch,
+    computes: tuple[str, torch.dtype], scales: str, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (hardware, dtype), (rows, outputs, inputs) = computes, sizes
     if hardware == "no fp8":
         without_fp8(monkeypatch)
+    elif target_of(DEVICE).fp8 is None:
+        pytest.skip("the GPU has no FP8")
     weight = fp8_weight(scales, outputs, inputs)
     x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype)
     for each in (None, bias):

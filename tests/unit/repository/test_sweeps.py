@@ -1,0 +1,24 @@
+"""The selections of sweeps contain what they say, in few forms."""
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.sweeps import selection, sweep
+
+
+@pytest.mark.parametrize(
+    ("sizes", "together", "most"), [((5, 2), 1, 5), ((2, 2, 2), 2, 4), ((4, 4, 2), 2, 17), ((3, 2), 2, 6)]
+)
+def test_every_so_many_values_are_together(sizes: tuple[int, ...], together: int, most: int) -> None:
+    selected = selection(sizes, together)
+    assert len(selected) <= most
+    for axes in combinations(range(len(sizes)), together):
+        found = {tuple(form[axis] for axis in axes) for form in selected}
+        assert found == set(product(*(range(sizes[axis]) for axis in axes)))
+
+
+def test_the_others_are_slow_and_names_are_the_keys() -> None:
+    forms = sweep(a={"one": 1, "two": 2}, b={"x": [], "y": [3]}).args[1]
+    assert [(form.id, form.values) for form in forms if not form.marks] == [("one-x", (1, [])), ("two-y", (2, [3]))]
+    assert [form.id for form in forms if form.marks] == ["one-y", "two-x"]
