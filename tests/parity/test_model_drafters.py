@@ -34,6 +34,7 @@ from tests.parity.runners import load, rebuilt
 from tests.parity.test_speculative_decoding import sequences
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, runner_for
 from tests.parity.thread_ranks import at_once, thread_ranks
+from tests.sweeps import sweep
 
 __all__ = ["checkpoint"]
 
@@ -81,11 +82,18 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("smaller"), "llama", vocab_size=160, num_hidden_layers=1)
 
 
+@pytest.fixture(scope="module")
+def answered(checkpoint: Path) -> list[list[int]]:
+    """What is answered to `sequences` without drafts."""
+    return answers(waiting(runner_for(checkpoint), sequences()))
+
+
 @pytest.mark.parametrize("drafter", ["itself", "another"])
-def test_drafts_of_a_model_change_no_answer(checkpoint: Path, smaller: Path, drafter: str) -> None:
-    expected = answers(waiting(runner_for(checkpoint), sequences()))
+def test_drafts_of_a_model_change_no_answer(
+    checkpoint: Path, smaller: Path, answered: list[list[int]], drafter: str
+) -> None:
     path = checkpoint if drafter == "itself" else smaller
-    assert answers(waiting(runner_for(checkpoint, **by_model(path)), sequences())) == expected
+    assert answers(waiting(runner_for(checkpoint, **by_model(path)), sequences())) == answered
 
 
 def endless(count: int = 4, tokens: int = 21) -> list[Sequence]:
@@ -96,6 +104,12 @@ def endless(count: int = 4, tokens: int = 21) -> list[Sequence]:
         params = SamplingParams(**how, max_tokens=tokens + i, ignore_eos=True)
         made.append(Sequence(prompt(3 + 11 * i, seed=i, vocab_size=160), 16, params, id=i))
     return made
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    """The tokens of `endless` without drafts."""
+    return Steps(runner_for(checkpoint)).run(endless())
 
 
 @pytest.mark.parametrize(
@@ -183,8 +197,7 @@ def done(steps: Steps) -> list[Sequence]:
     return seqs
 
 
-def test_what_a_dead_core_generated_is_drafted_from(checkpoint: Path) -> None:
-    expected = Steps(runner_for(checkpoint)).run(endless())
+def test_what_a_dead_core_generated_is_drafted_from(checkpoint: Path, expected: list[list[int]]) -> None:
     begun = endless()
     Steps(runner_for(checkpoint, **by_model(checkpoint))).run(begun, most=4)
     resumed = [
@@ -196,8 +209,7 @@ def test_what_a_dead_core_generated_is_drafted_from(checkpoint: Path) -> None:
     assert steps.acceptance == 1.0
 
 
-def test_an_aborted_sequence_leaves_its_slot_to_another(checkpoint: Path) -> None:
-    expected = Steps(runner_for(checkpoint)).run(endless())
+def test_an_aborted_sequence_leaves_its_slot_to_another(checkpoint: Path, expected: list[list[int]]) -> None:
     steps = Steps(runner_for(checkpoint, max_num_seqs=2, **by_model(checkpoint)))
     steps.run([Sequence(prompt(40, vocab_size=160), 16, SamplingParams(max_tokens=99), id=99)], most=5)
     steps.scheduler.abort([99])
@@ -302,14 +314,12 @@ def with_drafter(path: Path, drafter: DraftLM, **fields: Any) -> ModelRunner:
     return ModelRunner(dataclasses.replace(loaded, config=config, drafter=drafter), NUM_BLOCKS)
 
 
-@pytest.mark.parametrize("drafter", [Toy, Outside, Forbidden, SometimesBroken])
-@pytest.mark.parametrize("hidden_layers", [(), (-1,)])
+@sweep(drafter=[Toy, Outside, Forbidden, SometimesBroken], hidden_layers=[(), (-1,)])
 def test_a_broken_drafter_costs_no_answer(
-    checkpoint: Path, drafter: type[Toy], hidden_layers: tuple[int, ...]
+    checkpoint: Path, answered: list[list[int]], drafter: type[Toy], hidden_layers: tuple[int, ...]
 ) -> None:
-    expected = answers(waiting(runner_for(checkpoint), sequences()))
     runner = with_drafter(checkpoint, drafter(hidden_layers))
-    assert answers(waiting(runner, sequences())) == expected
+    assert answers(waiting(runner, sequences())) == answered
 
 
 class Witness(Toy):
@@ -396,9 +406,8 @@ def dataclasses_params(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def test_ranks_draft_together(checkpoint: Path, smaller: Path) -> None:
+def test_ranks_draft_together(checkpoint: Path, smaller: Path, expected: list[list[int]]) -> None:
     """Two ranks: the second one has no sampling parameters, and receives drafts and tokens from the first."""
-    expected = Steps(runner_for(checkpoint)).run(endless())
     for path, least in ((checkpoint, 1.0), (smaller, 0.0)):
         fields: dict[str, Any] = {"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 256, "max_num_seqs": 8}
         config = Config(**fields, **by_model(path))
@@ -508,8 +517,9 @@ def test_a_warm_up_drafts_as_serving_does(checkpoint: Path, monkeypatch: pytest.
     assert steps.acceptance > 0.98
 
 
-def test_a_drafter_leaves_a_backend_that_was_found_wrong(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = Steps(runner_for(checkpoint)).run(endless())
+def test_a_drafter_leaves_a_backend_that_was_found_wrong(
+    checkpoint: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = runner_for(checkpoint, **by_model(checkpoint))
     other = type(runner.backend)()
     monkeypatch.setattr(model_runner, "leave_to_torch", lambda *_: other)
