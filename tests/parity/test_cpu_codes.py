@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,55 @@ def test_zero_points_are_stored_from_the_first_rows_on_that_need_them(kinds: tup
             symmetric.put_codes(first, rows)
     assert torch.equal(ops.dequantized(coded).memory, packed.memory)
     assert symmetric.memory.nbytes == coded.memory.nbytes - 3 * -(-inputs // width) * 32
+
+
+def exact_codes(kind: str, rows: int, inputs: int, width: int) -> tuple[Codes, torch.Tensor]:
+    """Codes of all values whose scales are powers of two, so that bfloat16 represents their numbers on every path."""
+    codes, _ = random_codes(kind, width, torch.uint8 if kind == "mxfp4" else torch.float32, rows, inputs)
+    scales = torch.randint(125, 130, codes.scales.shape, dtype=torch.uint8)
+    powers = torch.exp2(scales.float() - 127)
+    numbers = codes.codes.float()
+    if kind == "mxfp4":
+        numbers = torch.cat((q.E2M1, -q.E2M1))[codes.codes.long()]
+    elif codes.zeros is not None:
+        numbers = numbers - codes.zeros.float().repeat_interleave(width, 1)
+    meant = numbers * powers.repeat_interleave(width, 1)
+    return replace(codes, scales=scales if kind == "mxfp4" else powers), meant.double()
+
+
+@pytest.mark.usefixtures("each_path")
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "int8", "fp8"])
+def test_inputs_are_exact_but_those_far_below_the_largest_of_32(kind: str) -> None:
+    """Those from a 128th of it on are exact, others within 2**-16 of it; what else differs is the order of sums."""
+    outputs, inputs, width = 40, 256, 128 if kind == "fp8" else 32
+    codes, meant = exact_codes(kind, outputs, inputs, width)
+    coded = CodedWeight(outputs, inputs)
+    coded.put_codes(0, codes)
+    x = (torch.rand(6, inputs) * 0.98 + 1 / 64).mul(torch.randn(6, inputs).sign()).bfloat16()
+    error = (ops.linear(x, coded, dtype=torch.float32).double() - x.double() @ meant.T).abs()
+    sizes = x.double().abs() @ meant.abs().T
+    assert (error <= 2**-22 * sizes).all()
+    x[:, 5::32] *= 1000
+    error = (ops.linear(x, coded, dtype=torch.float32).double() - x.double() @ meant.T).abs()
+    largest = x.double().abs().unflatten(1, (-1, 32)).amax(-1).repeat_interleave(32, 1)
+    assert (error <= 2**-16 * (largest @ meant.abs().T) + 2**-22 * (x.double().abs() @ meant.abs().T)).all()
+
+
+@pytest.mark.usefixtures("each_path")
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38, 1e-38, 0.0])
+def test_rows_of_extreme_values_stay_apart_from_others(value: float) -> None:
+    codes, _ = random_codes("int8", 32, torch.float16, 40, 96)
+    coded = CodedWeight(40, 96)
+    coded.put_codes(0, codes)
+    x = torch.randn(5, 96).bfloat16()
+    expected = ops.linear(x, coded)
+    x[2] = value
+    found = ops.linear(x, coded, dtype=torch.float32)
+    others = [0, 1, 3, 4]
+    assert torch.equal(found[others].bfloat16(), expected[others])
+    assert torch.isfinite(found[2]).all() == (value < 1e30)
+    if value < 1e-30:
+        assert (found[2].abs() < 1e-30).all()
 
 
 @pytest.mark.usefixtures("each_path")

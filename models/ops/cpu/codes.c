@@ -29,6 +29,7 @@ struct place {
     struct staged staged;
     int is_large;  /* whether the output is too large to be read again from a cache */
     bf16 *columns; /* [steps][16 pairs][rows][2], up to 16 rows as `add_columns` takes them; or NULL */
+    float *scales; /* of staged integers, see `struct coded_part`; or NULL */
     const int64_t *tokens; /* row of x for each row, or NULL */
 };
 
@@ -40,7 +41,9 @@ static struct place prepare(struct worker *worker, const struct codes *codes, in
                        .isa = worker->isa,
                        .numbers = numbers_of(worker->isa, codes),
                        .staged = {(char *)(bench + 1), -1, products->staged_bytes}};
+    if (at.numbers.are_integers) at.staged.bytes = sizeof(int16_t);
     char *rest = at.staged.rows + rows_to_stage(inputs) * parts(inputs, DEPTH) * DEPTH * at.staged.bytes;
+    if (at.numbers.are_integers) at.scales = (float *)(void *)rest;
     if (products->add_columns && codes->code_kind == INT4) at.columns = (bf16 *)rest;
     return at;
 }
@@ -50,22 +53,37 @@ static int expands(enum isa isa, const struct codes *codes, int64_t rows, int64_
     return numbers_of(isa, codes).is_scaled && !codes->order && rows > 2 * rows_to_stage(inputs);
 }
 
-/* Like `stage`, with inputs in another order. */
-static void stage_in_order(const struct place *at, const struct linear *op, const int32_t *order, int64_t first,
-                           int64_t count) {
+/* Some of the 32 inputs of a step as they are staged, the others 0. `order`: their places in a row, or NULL. */
+static void get_step(const bf16 *from, const int32_t *order, int64_t some, bf16 values[DEPTH]) {
+    if (!order) {
+        memcpy(values, from, some * sizeof(bf16));
+    } else if (some == DEPTH) {
+        for (int i = 0; i < DEPTH; i++) values[i] = from[order[i]];
+    } else {
+        for (int64_t i = 0; i < some; i++) values[i] = from[order[i]];
+    }
+    for (int64_t i = some; i < DEPTH; i++) values[i] = 0;
+}
+
+/* Like `stage`, with inputs in another order, unless `order` is NULL, or as integers. */
+static void stage_steps(const struct place *at, const struct linear *op, const struct codes *codes, int64_t first,
+                        int64_t count) {
     int64_t steps = parts(op->in_features, DEPTH), bytes = at->staged.bytes;
     for (int64_t row = 0; row < parts(count, LANES) * LANES; row++) {
         char *to = at->staged.rows + ((row & -LANES) * steps * DEPTH + row % LANES * DEPTH) * bytes;
         const bf16 *from = op->x;
         if (row < count) from += (at->tokens ? at->tokens[first + row] : first + row) * op->x_stride;
         for (int64_t step = 0; step < steps; step++, to += TILE * bytes) {
-            const int32_t *of_step = order + step * DEPTH;
-            int64_t some = row < count ? min64(DEPTH, op->in_features - step * DEPTH) : 0;
-            bf16 values[DEPTH] = {0};
-            if (some == DEPTH)
-                for (int i = 0; i < DEPTH; i++) values[i] = from[of_step[i]];
-            else
-                for (int64_t i = 0; i < some; i++) values[i] = from[of_step[i]];
+            int64_t done = step * DEPTH, some = row < count ? min64(DEPTH, op->in_features - done) : 0;
+            bf16 values[DEPTH];
+            get_step(codes->order ? from : from + done, codes->order ? codes->order + done : NULL, some, values);
+#if HAS_X86
+            if (at->scales) {
+                float *scale = at->scales + ((row & -LANES) * steps + step * LANES + row % LANES);
+                stage_integers(values, (int)codes->code_kind, (int16_t *)(void *)to, scale);
+                continue;
+            }
+#endif
             if (bytes == sizeof(bf16)) memcpy(to, values, sizeof values);
             else
                 for (int i = 0; i < DEPTH; i += LANES) store((float *)to + i, load_bf16(values + i));
@@ -115,6 +133,7 @@ static void multiply_unscaled(const struct place *at, const struct codes *codes,
     struct coded_part part = {.codes = codes,
                               .header = panels->first,
                               .x = at->staged.rows,
+                              .scales = at->scales,
                               .all = steps,
                               .steps = steps,
                               .sums = at->bench->sums,
@@ -131,6 +150,7 @@ static void multiply_unscaled(const struct place *at, const struct codes *codes,
         int64_t group = done / in_group;
         part.header = panels->first + group * bytes_of_group(codes), part.begun = done % in_group;
         part.x = at->staged.rows + done * TILE * at->staged.bytes;
+        if (at->scales) part.scales = at->scales + done * LANES;
         part.steps = min64(CODED_STEPS, steps - done), part.is_last = done + part.steps == steps;
         part.ahead = part.header + part.begun * bytes_of_codes(codes->code_kind) + part.distance;
         expand_steps(at->isa, codes, panels->first, done, part.steps, at->bench->near);
@@ -186,7 +206,7 @@ static void multiply_panels(const struct linear *op, const struct codes *codes, 
                             int64_t count, int64_t panel, int64_t past) {
     int64_t steps = parts(op->in_features, DEPTH);
     if (at->staged.first != first) {
-        if (codes->order) stage_in_order(at, op, codes->order, first, count);
+        if (codes->order || at->scales) stage_steps(at, op, codes, first, count);
         else stage(&at->staged, op->x, op->x_stride, at->tokens, first, count, op->in_features);
         if (at->columns && count <= LANES) stage_columns(at, count, steps);
     }

@@ -53,11 +53,12 @@ struct coded_part {
     const char *header; /* of the group in which the part begins */
     const char *x;      /* rows, from the part's first step on, that have `all` steps */
     int64_t all, steps;
+    const float *scales; /* of rows of integers: [rows / 16][`all`][16] */
     float *sums; /* [panel][rows][32], to which the scaled sums of whole groups are added */
     /* Of codes: */
     int64_t apart, distance; /* bytes from panel to panel, and to the codes that are fetched */
     /* Of numbers: */
-    const bf16 *numbers;
+    const bf16 *numbers; /* or integers of 16 bits */
     float *of_group; /* [rows][32] sums of the group in which the part begins or ends */
     int64_t begun;   /* steps of the first group that came before */
     int is_last;     /* whether the part ends with the panel */
@@ -73,7 +74,19 @@ struct numbers {
     codes_adder *add_codes; /* multiplies up to `code_rows` rows by a panel, or one row by `panels`; or NULL */
     int64_t code_rows, panels;
     void (*add_numbers)(const struct coded_part *part, int64_t rows); /* multiplies rows by converted codes */
+    int are_integers; /* whether numbers and rows are integers of 16 bits, see codes_integers.c */
 };
+
+/* Convert the codes of some steps of a group. `zeros`: 32 stored zero points, or NULL. */
+typedef void code_expander(const char *from, int64_t steps, const char *zeros, bf16 *to);
+
+#if HAS_X86
+extern code_expander *const integer_expanders[3]; /* by kind of codes, of those that are integers */
+struct numbers integers_by_avx2(const struct codes *codes);
+
+/* Convert 32 inputs of a row to integers, and the power of two that multiplies them. */
+void stage_integers(const bf16 values[DEPTH], int kind, int16_t *to, float *scale);
+#endif
 
 struct numbers numbers_of(enum isa isa, const struct codes *codes);
 

@@ -75,9 +75,6 @@ INLINE vector numbers_of_bytes(const char *from, int kind) {
     return __builtin_convertvector(__builtin_convertvector((signed_bytes)v, integers), vector);
 }
 
-/* `zeros`: 32 stored zero points, or NULL. */
-typedef void expander(const char *from, int64_t steps, const char *zeros, bf16 *to);
-
 SPECIALIZED void expand_any(const char *from, int64_t steps, const char *zeros, bf16 *to, int kind) {
     for (int64_t line = 0; line < steps * DEPTH; line++, to += 2 * LANES)
         for (int half = 0; half < 2; half++) {
@@ -111,7 +108,7 @@ CLONES EXPANDER(any_int4, expand_any, INT4)
 CLONES EXPANDER(any_fp4, expand_any, FP4)
 CLONES EXPANDER(any_int8, expand_any, INT8)
 CLONES EXPANDER(any_fp8, expand_any, FP8)
-static expander *const with_any[] = {any_int4, any_fp4, any_int8, any_fp8};
+static code_expander *const with_any[] = {any_int4, any_fp4, any_int8, any_fp8};
 
 #define NAME(x) portable_##x
 #define TARGET
@@ -146,23 +143,6 @@ AVX2 INLINE __m256i avx2_load(const char *from) { return _mm256_loadu_si256((con
 
 AVX2 INLINE __m256i twice(__m128i table) { return _mm256_broadcastsi128_si256(table); }
 
-/* 16 more than the numbers, by a shift and a mask. */
-AVX2 INLINE __m256i avx2_int4(__m256i words, int line) {
-    __m256i moved = line == 0 ? _mm256_slli_epi16(words, 3) : _mm256_srli_epi16(words, line * 4 - 3);
-    return _mm256_or_si256(_mm256_and_si256(moved, _mm256_set1_epi16(0x78)), _mm256_set1_epi16(0x4180));
-}
-
-/* Tables contain both bytes of each number. */
-AVX2 INLINE __m256i avx2_fp4(__m256i words, int line) {
-    const __m256i low = twice(_mm_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64));
-    const __m256i high = twice(_mm_setr_epi8(0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64));
-    const __m256i below = _mm256_set1_epi16(0xff);
-    __m256i codes = _mm256_and_si256(_mm256_srli_epi16(words, line % 2 * 4), _mm256_set1_epi8(15));
-    __m256i l = _mm256_shuffle_epi8(low, codes), h = _mm256_shuffle_epi8(high, codes);
-    if (line < 2) return _mm256_or_si256(_mm256_and_si256(l, below), _mm256_slli_epi16(h, 8));
-    return _mm256_or_si256(_mm256_srli_epi16(l, 8), _mm256_andnot_si256(below, h));
-}
-
 /* The upper byte of a number has its sign and all but one bit of the exponent, which grows by 120. The codes without an
  * exponent are corrected by tables. */
 AVX2 INLINE void avx2_fp8(const char *from, __m256i words[2]) {
@@ -180,86 +160,24 @@ AVX2 INLINE void avx2_fp8(const char *from, __m256i words[2]) {
     words[0] = _mm256_unpacklo_epi8(l, h), words[1] = _mm256_unpackhi_epi8(l, h);
 }
 
-/* Halves of a line of a tile. */
-AVX2 INLINE void avx2_line(int kind, const char *tile, int pair, __m256i words[2]) {
-    if (kind == FP8) {
-        avx2_fp8(tile + pair * 2 * LANES, words);
-        return;
-    }
-    for (int half = 0; half < 2; half++) {
-        __m256i codes = avx2_load(tile + pair / 4 * LINE + half * (LINE / 2));
-        words[half] = kind == INT4 ? avx2_int4(codes, pair % 4) : avx2_fp4(codes, pair % 4);
+AVX2 static void avx2_expand_fp8(const char *from, int64_t steps, const char *zeros, bf16 *to) {
+    (void)zeros;
+    for (int64_t line = 0; line < steps * DEPTH; line++, from += 2 * LANES, to += 2 * LANES) {
+        __m256i words[2];
+        avx2_fp8(from, words);
+        _mm256_storeu_si256((void *)to, words[0]);
+        _mm256_storeu_si256((void *)(to + LANES), words[1]);
     }
 }
 
 typedef uint32_t avx2_words __attribute__((vector_size(32)));
 
-AVX2 INLINE avx2_words avx2_bytes_of(const char *from) {
-    return (avx2_words)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from));
-}
-
-/* Subtract numbers of 16 bits. */
-AVX2 INLINE avx2_words avx2_less(avx2_words both, avx2_words zeros) {
-    return (avx2_words)_mm256_sub_epi16((__m256i)both, (__m256i)zeros);
-}
-
-/* Zero points of 8 outputs each: of INT4 float32, with the bias; of INT8 pairs of 16 bits. */
-AVX2 INLINE void avx2_zeros_of(int kind, const char *from, avx2_words zeros[2]) {
-    for (int half = 0; half < 2; half++) {
-        __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(from + half * 8)));
-        if (kind == INT4) wide = (__m256i)_mm256_cvtepi32_ps(_mm256_add_epi32(wide, _mm256_set1_epi32(16)));
-        else wide = _mm256_blend_epi16(wide, _mm256_slli_epi32(wide, 16), 0xaa);
-        zeros[half] = (avx2_words)wide;
-    }
-}
-
-/* Pairs of numbers that bfloat16 represents. */
-AVX2 INLINE __m256i avx2_pairs(__m256 even, __m256 odd) {
-    return _mm256_or_si256(_mm256_srli_epi32((__m256i)even, 16), (__m256i)odd);
-}
-
-AVX2 INLINE __m256i avx2_shifted_int4(__m256i words, avx2_words zeros) {
-    __m256 even = (__m256)_mm256_slli_epi32(words, 16), odd = (__m256)_mm256_and_si256(words, _mm256_set1_epi32(-65536));
-    return avx2_pairs(_mm256_sub_ps(even, (__m256)zeros), _mm256_sub_ps(odd, (__m256)zeros));
-}
-
-AVX2 INLINE __m256i avx2_int8(__m256i both) {
-    __m256i even = _mm256_srai_epi32(_mm256_slli_epi32(both, 16), 16), odd = _mm256_srai_epi32(both, 16);
-    return avx2_pairs(_mm256_cvtepi32_ps(even), _mm256_cvtepi32_ps(odd));
-}
-
-AVX2 SPECIALIZED void avx2_expand(const char *from, int64_t steps, const char *stored, bf16 *to, int kind) {
-    avx2_words zeros[2][2];
-    for (int i = 0; i < 4; i++)
-        zeros[i / 2][i % 2] = kind == INT4 ? (avx2_words)_mm256_set1_ps(16 + MIDDLE) : (avx2_words){0};
-    for (int tile = 0; stored && tile < 2; tile++) avx2_zeros_of(kind, stored + tile * LANES, zeros[tile]);
-    for (int64_t tile = 0; tile < 2 * steps; tile++, from += bytes_of_codes(kind) / 2)
-#pragma GCC unroll 16
-        for (int pair = 0; pair < DEPTH / 2; pair++, to += 2 * LANES) {
-            __m256i words[2];
-            if (kind != INT8) avx2_line(kind, from, pair, words);
-            for (int half = 0; half < 2; half++) {
-                avx2_words less = zeros[tile % 2][half];
-                if (kind == INT4) words[half] = avx2_shifted_int4(words[half], less);
-                if (kind == INT8)
-                    words[half] = avx2_int8((__m256i)avx2_less(avx2_bytes_of(from + pair * 2 * LANES + half * LANES), less));
-                _mm256_storeu_si256((void *)(to + half * LANES), words[half]);
-            }
-        }
-}
-
-AVX2 EXPANDER(avx2_expand_int4, avx2_expand, INT4)
-AVX2 EXPANDER(avx2_expand_fp4, avx2_expand, FP4)
-AVX2 EXPANDER(avx2_expand_int8, avx2_expand, INT8)
-AVX2 EXPANDER(avx2_expand_fp8, avx2_expand, FP8)
-static expander *const with_avx2[] = {avx2_expand_int4, avx2_expand_fp4, avx2_expand_int8, avx2_expand_fp8};
-
 AVX2 INLINE void avx2_held_of(int kind, const char *tile, int first, const avx2_words *zeros, avx2_words held[2][2]) {
-    (void)zeros; /* They are subtracted from float32. */
+    (void)kind, (void)zeros;
     for (int line = 0; line < 2; line++) {
-        __m256i halves_of[2];
-        avx2_line(kind, tile, first + line, halves_of);
-        held[line][0] = (avx2_words)halves_of[0], held[line][1] = (avx2_words)halves_of[1];
+        __m256i words[2];
+        avx2_fp8(tile + (first + line) * 2 * LANES, words);
+        held[line][0] = (avx2_words)words[0], held[line][1] = (avx2_words)words[1];
     }
 }
 
@@ -268,6 +186,7 @@ AVX2 INLINE avx2_words avx2_words_of(int kind, const avx2_words held[2][2], int 
     return held[line][v];
 }
 
+/* Of FP8; the other kinds are integers. */
 #define NAME(x) avx2_##x
 #define TARGET AVX2
 #define WIDTH 8
@@ -275,8 +194,8 @@ AVX2 INLINE avx2_words avx2_words_of(int kind, const avx2_words held[2][2], int 
 #define CODE_ROWS 1
 #define PANELS 2
 #define GROUPS 1
-#define BIAS 16
 #define PAIRS 0
+#define FP8_ONLY
 #include "codes_kernel.h"
 
 /* ---- AVX-512 ---- */
@@ -391,7 +310,7 @@ AVX512 EXPANDER(avx512_expand_int4, avx512_expand, INT4)
 AVX512 EXPANDER(avx512_expand_fp4, avx512_expand, FP4)
 AVX512 EXPANDER(avx512_expand_int8, avx512_expand, INT8)
 AVX512 EXPANDER(avx512_expand_fp8, avx512_expand, FP8)
-static expander *const with_avx512[] = {avx512_expand_int4, avx512_expand_fp4, avx512_expand_int8, avx512_expand_fp8};
+static code_expander *const with_avx512[] = {avx512_expand_int4, avx512_expand_fp4, avx512_expand_int8, avx512_expand_fp8};
 
 /* Where bytes are widened to pairs of 16 bits, the zero points of INT8 are, too. */
 AVX512 INLINE void avx512_zeros_of(int kind, const char *from, bits zeros[2]) {
@@ -418,7 +337,6 @@ AVX512 INLINE bits avx512_less(bits both, bits zeros) {
 #define CODE_ROWS 8
 #define PANELS 4
 #define GROUPS 2
-#define BIAS 0
 #define PAIRS 0
 #include "codes_kernel.h"
 
@@ -470,7 +388,6 @@ AVX512_BF16 INLINE void pairs_zeros_of(int kind, const char *from, bits zeros[2]
 #define CODE_ROWS 8
 #define PANELS 4
 #define GROUPS 2
-#define BIAS 0
 #define PAIRS 1
 #include "codes_kernel.h"
 
@@ -681,11 +598,11 @@ struct numbers numbers_of(enum isa isa, const struct codes *codes) {
     int64_t kind = codes->code_kind, has_zeros = codes->has_zeros;
     numbers.is_scaled = isa == WITH_AMX;
     if (isa == WITH_AVX512_BF16)
-        numbers = (struct numbers){0, pairs_codes_adders[has_zeros][kind], 8, 4, pairs_add_numbers};
+        numbers = (struct numbers){0, pairs_codes_adders[has_zeros][kind], 8, 4, pairs_add_numbers, 0};
     if (isa == WITH_AVX512)
-        numbers = (struct numbers){0, avx512_codes_adders[has_zeros][kind], 8, 4, avx512_add_numbers};
+        numbers = (struct numbers){0, avx512_codes_adders[has_zeros][kind], 8, 4, avx512_add_numbers, 0};
     if (isa == WITH_AVX2 || isa == WITH_AVX_VNNI)
-        numbers = (struct numbers){0, avx2_codes_adders[has_zeros][kind], 1, 2, avx2_add_numbers};
+        numbers = kind == FP8 ? (struct numbers){0, avx2_add_fp8, 1, 2, avx2_add_numbers, 0} : integers_by_avx2(codes);
 #elif HAS_NEON
     if (isa == WITH_NEON) numbers.add_numbers = neon_add_numbers;
     if (isa == WITH_NEON_BF16) numbers.add_numbers = neon_bf16_add_numbers;
@@ -696,10 +613,10 @@ struct numbers numbers_of(enum isa isa, const struct codes *codes) {
 
 void expand_steps(enum isa isa, const struct codes *codes, const char *panel, int64_t first, int64_t steps, bf16 *to) {
     int64_t in_group = codes->group / DEPTH, bytes = bytes_of_codes(codes->code_kind);
-    expander *expand = with_any[codes->code_kind];
+    code_expander *expand = with_any[codes->code_kind];
 #if HAS_X86
     if (isa >= WITH_AVX512) expand = with_avx512[codes->code_kind];
-    else if (isa >= WITH_AVX2) expand = with_avx2[codes->code_kind];
+    else if (isa >= WITH_AVX2) expand = codes->code_kind == FP8 ? avx2_expand_fp8 : integer_expanders[codes->code_kind];
 #endif
     (void)isa;
     for (int64_t past = first + steps; first < past;) {

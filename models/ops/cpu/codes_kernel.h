@@ -10,8 +10,7 @@
  *              other
  *   PANELS     panels that one row is multiplied by together, where a processor reads several streams fastest
  *   PAIRS      whether the processor multiplies pairs of bfloat16: `dot_pairs` is then defined
- *
- *   BIAS       what `words_of` adds to the numbers of INT4
+ *   FP8_ONLY   defined where only FP8 is converted in registers
  *
  * and with CODE_ROWS `zeros_of`, which loads a tile's zero points; `held_of`, which loads or converts LINES(kind) lines of
  * a tile, and `words_of`, which makes one of them bfloat16; and without PAIRS `bytes_of`, which widens a line's signed
@@ -54,8 +53,7 @@ TARGET INLINE NAME(floats) NAME(add_pair)(NAME(floats) sum, const char *x, int r
     memcpy(&both, x, sizeof both);
     return NAME(dot_pairs)(sum, both, line);
 #else
-    float xs[2];
-    memcpy(xs, x, sizeof xs);
+    const float *xs = (const float *)(const void *)x;
     sum += xs[0] * line.even;
     return sum + xs[1] * line.odd;
 #endif
@@ -109,15 +107,31 @@ TARGET SPECIALIZED void NAME(add_outputs)(const struct coded_part *part, const s
 #pragma GCC unroll 16
             for (int pair = 0; pair < DEPTH / 2; pair++, ahead += stride) {
                 __builtin_prefetch(ahead);
+                const bf16 *line = weight + pair * LANES * 2;
+#if PAIRS
 #pragma GCC unroll 2
                 for (int v = 0; v < AT_ONCE; v++) {
-                    const bf16 *from = weight + pair * LANES * 2 + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2;
                     NAME(words) words;
-                    memcpy(&words, from, sizeof words);
-                    NAME(operand) line = NAME(line_of)(words);
+                    memcpy(&words, line + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2, sizeof words);
 #pragma GCC unroll 8
-                    for (int r = 0; r < rows; r++) s[r][v] = NAME(add_pair)(s[r][v], x, r, pair, line);
+                    for (int r = 0; r < rows; r++) s[r][v] = NAME(add_pair)(s[r][v], x, r, pair, words);
                 }
+#else /* One input of the pair after the other, so that registers hold it for all rows. */
+#pragma GCC unroll 2
+                for (int odd = 0; odd < 2; odd++) {
+                    float xs[ROWS];
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++) xs[r] = ((const float *)(const void *)x)[r * DEPTH + 2 * pair + odd];
+#pragma GCC unroll 2
+                    for (int v = 0; v < AT_ONCE; v++) {
+                        NAME(words) words;
+                        memcpy(&words, line + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2, sizeof words);
+                        words = odd ? words & 0xffff0000u : words << 16;
+#pragma GCC unroll 8
+                        for (int r = 0; r < rows; r++) s[r][v] += xs[r] * (NAME(floats))words;
+                    }
+                }
+#endif
             }
         }
         left -= some, begun += some;
@@ -169,7 +183,7 @@ TARGET static void NAME(add_numbers)(const struct coded_part *part, int64_t rows
 typedef NAME(words) NAME(held)[2][OF_TILE];
 
 TARGET INLINE void NAME(hold)(int kind, const char *tile, int first, const NAME(words) *zeros, NAME(held) held) {
-#if !PAIRS
+#if !PAIRS && !defined FP8_ONLY
     if (kind == INT8) {
         for (int i = 0; i < 2 * OF_TILE; i++) {
             NAME(words) both = NAME(bytes_of)(tile + (first * OF_TILE + i) * 2 * WIDTH);
@@ -190,14 +204,7 @@ TARGET INLINE NAME(operand) NAME(operand_of)(int kind, const NAME(held) held, in
                                __builtin_convertvector(both >> 16, NAME(floats))};
     }
 #endif
-    NAME(operand) made = NAME(line_of)(NAME(words_of)(kind, held, line, v, zeros != NULL));
-#if BIAS
-    if (kind == INT4) {
-        NAME(floats) less = zeros ? (NAME(floats))zeros[v] : (NAME(floats)){0} + (BIAS + MIDDLE);
-        made.even -= less, made.odd -= less;
-    }
-#endif
-    return made;
+    return NAME(line_of)(NAME(words_of)(kind, held, line, v, zeros != NULL));
 }
 
 /* `groups` groups of as many steps times rows and panels, all three constants. */
@@ -213,10 +220,12 @@ TARGET SPECIALIZED void NAME(add_groups)(const struct coded_part *part, const ch
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < groups * panels; p++)
             for (int v = 0; v < VECTORS; v++) s[r][p][v] = (NAME(floats)){0};
+#ifndef FP8_ONLY
     for (int p = 0; has_zeros && p < groups * panels; p++)
         for (int tile = 0; tile < 2; tile++)
             NAME(zeros_of)(kind, header + p % panels * apart + p / panels * of_group +
                                      PANEL * bytes_of_scale(codes->scales) + tile * LANES, zeros[p][tile]);
+#endif
     const char *ahead = header + part->distance + (groups - 1) * of_group;
     for (int64_t byte = 0; byte < groups * bytes_of_header(codes); byte += LINE, ahead += LINE)
         for (int p = 0; p < panels; p++) __builtin_prefetch(ahead + p * apart);
@@ -299,16 +308,18 @@ TARGET SPECIALIZED void NAME(add_codes)(const struct coded_part *part, int64_t r
     TARGET static void NAME(add_##name)(const struct coded_part *part, int64_t rows, int64_t panels) { \
         NAME(add_codes)(part, rows, panels, kind, has_zeros);                                        \
     }
+ADD_CODES(fp8, FP8, 0)
+#ifndef FP8_ONLY
 ADD_CODES(int4, INT4, 0)
 ADD_CODES(fp4, FP4, 0)
 ADD_CODES(int8, INT8, 0)
-ADD_CODES(fp8, FP8, 0)
 ADD_CODES(shifted_int4, INT4, 1)
 ADD_CODES(shifted_int8, INT8, 1)
 /* [whether zero points are stored][kind] */
 static codes_adder *const NAME(codes_adders)[2][4] = {
     {NAME(add_int4), NAME(add_fp4), NAME(add_int8), NAME(add_fp8)},
     {NAME(add_shifted_int4), NULL, NAME(add_shifted_int8), NULL}};
+#endif
 #undef ADD_CODES
 #undef ADD_SOME
 #endif
@@ -328,5 +339,5 @@ static codes_adder *const NAME(codes_adders)[2][4] = {
 #undef CODE_ROWS
 #undef PANELS
 #undef GROUPS
-#undef BIAS
 #undef PAIRS
+#undef FP8_ONLY

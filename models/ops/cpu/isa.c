@@ -42,7 +42,8 @@ static int fetches_far_ahead(void) {
 int kaon_runs(int isa) {
     __builtin_cpu_init(); /* It also asks whether the kernel saves the registers. */
     is_far = fetches_far_ahead();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+               __builtin_cpu_supports("f16c");
     int avx512 = avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
     int pairs = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");

@@ -33,7 +33,7 @@ typedef uint16_t bf16;
 
 #if defined(__x86_64__) && (__GNUC__ >= 12 || __clang_major__ >= 16)
 #define HAS_X86 1
-#define AVX2_SET "avx2,fma,bmi,bmi2"
+#define AVX2_SET "avx2,fma,bmi,bmi2,f16c"
 #define AVX512_SET "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"
 #define AVX2 __attribute__((target(AVX2_SET)))
 #define AVX_VNNI __attribute__((target(AVX2_SET ",avxvnni")))

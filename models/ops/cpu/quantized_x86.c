@@ -30,20 +30,7 @@ AVX_VNNI INLINE __m256i avx_vnni_dot_fours(__m256i sum, __m256i weight, __m256i 
 #define UNSIGNED 1
 #include "quantized_kernel.h"
 
-/* Sums of two products have 16 bits, which is enough without an offset: at most 2 * 127 * 127. */
-AVX2 INLINE __m256i avx2_dot_fours(__m256i sum, __m256i weight, __m256i x) {
-    __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(x, weight));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
-}
-#define NAME(x) avx2_##x
-#define TARGET AVX2
-#define WIDTH 8
-#define ROWS 4
-#define UNSIGNED 0
-#include "quantized_kernel.h"
-
-const struct quantized_products quantized_avx512 = {0, avx512_multiply}, quantized_avx_vnni = {0, avx_vnni_multiply},
-                                quantized_avx2 = {0, avx2_multiply};
+const struct quantized_products quantized_avx512 = {0, avx512_multiply}, quantized_avx_vnni = {0, avx_vnni_multiply};
 
 AVX512 INLINE __m512 load_scales(const bf16 *scales) {
     return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)scales)), 16);

@@ -1,0 +1,162 @@
+/* Products with quantised weights by AVX2, see quantized.h: sums of two products of bytes have 16 bits.
+ *
+ * At 4 bits eight of these sums fit 16 bits, which halves the operations of widening them for each: 16 fours of inputs take
+ * 16 products, 16 additions, and four operations to widen two sums. Loops are unrolled only as far as registers are
+ * reused, since code that leaves the cache of decoded instructions runs at half the speed. */
+
+#include "quantized.h"
+#include "vectors.h"
+
+#if HAS_X86
+
+#define ROWS 4
+#define MOST_VECTORS 4 /* of 8 outputs */
+#define PART 8         /* fours of inputs: 8 * 2 * 15 * 127 is less than 2^15 */
+#define PARTS (STEP_INPUTS / FOUR / PART) /* of a step */
+
+AVX2 INLINE __m256i load_line(const char *from) { return _mm256_loadu_si256((const void *)from); }
+
+AVX2 INLINE __m256i four_of(const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, sizeof four);
+    return _mm256_set1_epi32(four);
+}
+
+/* A sum of which the next one begins. Integers may be added in any order, and the compiler would first compute all products of
+ * an unrolled loop, more than registers hold, and then add them as a tree. */
+AVX2 INLINE __m256i in_order(__m256i sum) {
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+
+/* Bytes from the first vector of outputs of a tile's line to another, `v`, which may be in the second tile. */
+INLINE int64_t place_of(int v, int bits) { return v / 2 * (BYTES_OF_TILE * bits / 8) + v % 2 * (LINE / 2); }
+
+/* Eight fours of rows by 4 bits. */
+AVX2 INLINE void add_part4(const int8_t *x, const char *tiles, __m256i i[ROWS][MOST_VECTORS], int rows, int vectors) {
+    const __m256i nibbles = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    __m256i s[ROWS][MOST_VECTORS];
+#pragma GCC unroll 4
+    for (int line = 0; line < PART / 2; line++) {
+        __m256i low[MOST_VECTORS], high[MOST_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            __m256i both = load_line(tiles + place_of(v, 4) + line * LINE);
+            low[v] = _mm256_and_si256(both, nibbles), high[v] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibbles);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            const int8_t *fours = x + r * STEP_INPUTS + line * 2 * FOUR;
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) {
+                __m256i made = _mm256_maddubs_epi16(low[v], four_of(fours));
+                s[r][v] = line ? in_order(_mm256_add_epi16(s[r][v], made)) : made;
+            }
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++)
+                s[r][v] = in_order(_mm256_add_epi16(s[r][v], _mm256_maddubs_epi16(high[v], four_of(fours + FOUR))));
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) i[r][v] = _mm256_add_epi32(i[r][v], _mm256_madd_epi16(s[r][v], ones));
+}
+
+/* The same by 8 bits: two products of at most 127 * 127 fit 16 bits, no more. A weight's sign moves to the row. */
+AVX2 INLINE void add_part8(const int8_t *x, const char *tiles, __m256i i[ROWS][MOST_VECTORS], int rows, int vectors) {
+    const __m256i ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+    for (int line = 0; line < PART; line++) {
+        __m256i weight[MOST_VECTORS], size[MOST_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            weight[v] = load_line(tiles + place_of(v, 8) + line * LINE);
+            size[v] = _mm256_abs_epi8(weight[v]);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            __m256i four = four_of(x + r * STEP_INPUTS + line * FOUR);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) {
+                __m256i twos = _mm256_maddubs_epi16(size[v], _mm256_sign_epi8(four, weight[v]));
+                i[r][v] = in_order(_mm256_add_epi32(i[r][v], _mm256_madd_epi16(twos, ones)));
+            }
+        }
+    }
+}
+
+AVX2 INLINE __m256 scales_of(const bf16 *scales) {
+    return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)scales)), 16);
+}
+
+/* Rows times some vectors of a panel's outputs, from `first` on; all counts are constants. */
+AVX2 SPECIALIZED void add_vectors(const struct quantized_rows *rows_of, int64_t row, const struct quantized_panel *panel,
+                                  float *sums, struct lines *ahead, int first, int rows, int vectors, int bits) {
+    int64_t tile = row / LANES * rows_of->blocks, place = row % LANES;
+    const int8_t *x = rows_of->values + tile * STEPS * BYTES_OF_TILE + place * STEP_INPUTS;
+    const float *scales = rows_of->scales + tile * LANES + place;
+    const int32_t *offsets = rows_of->offsets + tile * STEPS * LANES + place;
+    const char *at = panel->blocks;
+    sums += row * PANEL + first * 8;
+    for (int64_t block = 0; block < panel->count; block++, at += panel->stride, scales += LANES) {
+        const bf16 *weight_scales = (const bf16 *)at + first * 8;
+        const char *tiles = at + scales_of_block(bits) * sizeof(bf16) + place_of(first, bits);
+        __m256i i[ROWS][MOST_VECTORS];
+        __m256 f[ROWS][MOST_VECTORS] = {0};
+        for (int step = 0; step < STEPS; step++, x += BYTES_OF_TILE, offsets += LANES) {
+            for (int r = 0; r < rows && (bits == 4 || step == 0); r++)
+                for (int v = 0; v < vectors; v++) i[r][v] = _mm256_set1_epi32(bits == 4 ? offsets[r] : 0);
+            for (int part = 0; part < PARTS; part++, tiles += PART * LINE * bits / 8) {
+                const int8_t *of_part = x + part * PART * FOUR;
+                if (ahead) fetch(ahead, step * PARTS + part, STEPS * PARTS);
+                if (bits == 4) add_part4(of_part, tiles, i, rows, vectors);
+                else add_part8(of_part, tiles, i, rows, vectors);
+            }
+            tiles += BYTES_OF_TILE * bits / 8;
+            if (bits == 8 && step + 1 < STEPS) continue;
+            for (int v = 0; v < vectors; v++) {
+                __m256 by = scales_of(weight_scales + v * 8);
+                for (int r = 0; r < rows; r++)
+                    f[r][v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i[r][v]), by, f[r][v]);
+            }
+            weight_scales += PANEL;
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vectors; v++) {
+                float *sum = sums + r * PANEL + v * 8;
+                _mm256_storeu_ps(sum, _mm256_fmadd_ps(f[r][v], _mm256_set1_ps(scales[r]), _mm256_loadu_ps(sum)));
+            }
+    }
+}
+
+typedef void rows_adder(const struct quantized_rows *rows, int64_t row, const struct quantized_panel *panel, float *sums,
+                        struct lines *ahead);
+
+/* A function for each number of rows. The first outputs prefetch the next part. */
+#define ADD_ROWS(BITS, COUNT)                                                                                          \
+    AVX2 static void add_rows##BITS##_##COUNT(const struct quantized_rows *rows, int64_t row,                          \
+                                              const struct quantized_panel *panel, float *sums, struct lines *ahead) { \
+        enum { VECTORS = (COUNT) > 2 ? 2 : 4 };                                                                        \
+        add_vectors(rows, row, panel, sums, ahead, 0, COUNT, VECTORS, BITS);                                           \
+        if (VECTORS == 2) add_vectors(rows, row, panel, sums, NULL, 2, COUNT, VECTORS, BITS);                          \
+    }
+#define ADD_ROWS8(COUNT) ADD_ROWS(8, COUNT)
+#define ADD_ROWS4(COUNT) ADD_ROWS(4, COUNT)
+UP_TO(ROWS, ADD_ROWS8)
+UP_TO(ROWS, ADD_ROWS4)
+#define ADDER8(COUNT) add_rows8_##COUNT,
+#define ADDER4(COUNT) add_rows4_##COUNT,
+
+static void multiply_avx2(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
+                          int32_t *products, struct lines *ahead) {
+    static rows_adder *const adders[2][ROWS] = {{UP_TO(ROWS, ADDER8)}, {UP_TO(ROWS, ADDER4)}};
+    (void)products;
+    for (int64_t row = 0; row < rows->count; row += ROWS)
+        adders[panel->bits == 4][min64(ROWS, rows->count - row) - 1](rows, row, panel, sums,
+                                                                     row % TWO_TILES == 0 ? ahead : NULL);
+}
+
+const struct quantized_products quantized_avx2 = {0, multiply_avx2};
+
+#endif
