@@ -254,6 +254,32 @@ async def test_lines_that_are_refused_keep_no_other_owners_lines_waiting(tmp_pat
     await runner.close()
 
 
+async def test_one_line_begins_in_each_round_of_the_event_loop(tmp_path: Path) -> None:
+    """In 26 ms, 60 lines of a batch of 50,000 began in one round, for which probes and streams waited."""
+    round_number, rounds = 0, list[int]()
+
+    class CountingApp(App):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            rounds.append(round_number)
+            await super().__call__(scope, receive, send)
+
+    async def count() -> None:
+        nonlocal round_number
+        while True:
+            round_number += 1
+            await asyncio.sleep(0)
+
+    store = BatchStore(tmp_path, 10**6)
+    batch, runner = add(store, [str(each) for each in range(20)]), runner_of(store, CountingApp(), max_lines=20)
+    counting = asyncio.create_task(count())
+    runner.run(batch)
+    await until_ended(store, batch)
+    counting.cancel()
+    assert max(Counter(rounds).values()) == 1
+    assert len(rounds) == 20
+    await runner.close()
+
+
 async def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     store, app = BatchStore(tmp_path, 10**7), App()
     batch, runner = add(store, [f"{number:0500}" for number in range(40)]), runner_of(store, app)
