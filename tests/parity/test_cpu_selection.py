@@ -70,7 +70,10 @@ def of_spans(parts: list[torch.Tensor], spans: Spans) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize(("heads", "dim", "rate", "top_k"), [(3, 32, 1, 7), (64, 128, 4, 20), (40, 40, 3, 64)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "rate", "top_k"),
+    [(3, 32, 1, 7), (64, 128, 4, 20), (40, 40, 3, 64), (20, 6, 2, 9), (3, 51, 1, 30)],
+)
 def test_the_best_keys_are_the_references_in_any_company(heads: int, dim: int, rate: int, top_k: int) -> None:
     lengths = [330, 9, 1290]
     pages = Pages(lengths, 16)
@@ -107,7 +110,8 @@ def test_the_best_keys_are_the_references_in_any_company(heads: int, dim: int, r
 
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(
-    ("heads", "dim", "choice"), [(4, 128, BlockChoice(128, 3, 1)), (2, 40, BlockChoice(16, 5, 0))]
+    ("heads", "dim", "choice"),
+    [(4, 128, BlockChoice(128, 3, 1)), (2, 40, BlockChoice(16, 5, 0)), (2, 20, BlockChoice(16, 5, 0))],
 )
 def test_the_best_blocks_are_the_references(heads: int, dim: int, choice: BlockChoice) -> None:
     lengths = [700, 40, 513]
@@ -243,7 +247,7 @@ def test_other_shapes_are_left_to_torch() -> None:
     keys = bf16(2, 16, 64)
     assert ops.selects(q, keys, 5)
     assert not ops.selects(q.float(), keys.float(), 5)
-    assert not ops.selects(bf16(1, 4, 24), bf16(2, 16, 24), 5)
+    assert not ops.selects(bf16(1, 4, 264), bf16(2, 16, 264), 5)
     assert not ops.selects(bf16(1, structures.INDEX_HEADS + 1, 64), keys, 5)
     assert not ops.selects(q, torch.empty(structures.MAX_INDEXED, 2, 1, dtype=torch.bfloat16), 5)
     assert ops.selects_blocks(q, keys, 32, 5)
@@ -253,7 +257,7 @@ def test_other_shapes_are_left_to_torch() -> None:
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(
     ("rate", "dim", "rotary_dim", "overlaps", "is_finished"),
-    [(4, 64, 16, True, True), (5, 40, 40, False, True), (16, 24, 0, False, False), (3, 32, 8, True, True)],
+    [(4, 64, 16, True, True), (5, 40, 40, False, True), (16, 24, 0, False, False), (3, 12, 8, True, True)],
 )
 def test_entries_equal_the_reference_however_a_row_is_divided(
     rate: int, dim: int, rotary_dim: int, overlaps: bool, is_finished: bool

@@ -44,21 +44,30 @@ static void find_tokens(const struct compress *op, const int32_t *blocks, int64_
     }
 }
 
-/* The mean of the values, weighted in each dimension by the softmax of the gates. */
-CLONES static void combine_tokens(const struct window *window, int64_t series, int64_t dim, float *out) {
-    for (int64_t at = 0; at < dim; at += LANES) {
-        int64_t i = min64(at, dim - LANES); /* the last 16 if the size is no multiple of 16 */
-        vector most = all(-INFINITY), sum = {0}, values = {0};
-        for (int64_t token = 0; token < window->count; token++)
-            most = larger(load_bf16(window->values[token] + series + i) + load(window->bias[token] + i), most);
-        for (int64_t token = 0; token < window->count; token++) {
-            vector gate = load_bf16(window->values[token] + series + i) + load(window->bias[token] + i);
-            vector share = exp_of(gate - most);
-            sum += share;
-            values += share * load_bf16(window->values[token] + i);
-        }
-        store(out + i, values / sum);
+INLINE vector gate_at(const struct window *window, int64_t token, int64_t series, int64_t i, int64_t width) {
+    float bias[LANES] = {0};
+    if (width == LANES) return load_bf16(window->values[token] + series + i) + load(window->bias[token] + i);
+    memcpy(bias, window->bias[token] + i, width * sizeof(float));
+    return load_some(window->values[token] + series + i, width) + load(bias);
+}
+
+INLINE vector combine_some(const struct window *window, int64_t series, int64_t i, int64_t width) {
+    vector most = all(-INFINITY), sum = {0}, values = {0};
+    for (int64_t token = 0; token < window->count; token++)
+        most = larger(gate_at(window, token, series, i, width), most);
+    for (int64_t token = 0; token < window->count; token++) {
+        vector share = exp_of(gate_at(window, token, series, i, width) - most);
+        sum += share;
+        values += share * load_some(window->values[token] + i, width);
     }
+    return values / sum;
+}
+
+/* The mean of the values, weighted in each dimension by the softmax of the gates. `out` has room for whole vectors. */
+CLONES static void combine_tokens(const struct window *window, int64_t series, int64_t dim, float *out) {
+    int64_t i = 0;
+    for (; i + LANES <= dim; i += LANES) store(out + i, combine_some(window, series, i, LANES));
+    if (i < dim) store(out + i, combine_some(window, series, i, dim - i));
 }
 
 CLONES static void norm_entry(const struct compress *op, float *entry) {

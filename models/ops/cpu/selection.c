@@ -14,7 +14,8 @@ struct index_room {
     ALIGNED float queries[INDEX_HEADS * MAX_INDEX_DIM]; /* tiles of columns; or bfloat16 */
     ALIGNED float scores[PAIR][KEYS][LANES];
     ALIGNED float sums[KEYS][LANES];         /* weighted scores, by the head's index in its tile */
-    ALIGNED bf16 keys[KEYS * MAX_INDEX_DIM]; /* of units that are not adjacent */
+    ALIGNED bf16 keys[KEYS * MAX_INDEX_DIM]; /* of units that are not adjacent, or padded */
+    ALIGNED bf16 heads[LANES * MAX_INDEX_DIM]; /* padded queries */
     ALIGNED float weights[INDEX_HEADS];
     float best[INDEX_HEADS]; /* of the block that is not complete, by chooser */
     uint32_t counts[1 << DIGIT];
@@ -31,23 +32,31 @@ static inline uint32_t ordered(float score) {
     return as.bits ^ (as.bits >> 31 ? 0x7fffffffu : 0) ^ 0x7fffffffu;
 }
 
+/* The elements that products read of a key or a query: others than its own are zeros. */
+static inline int64_t padded_size(const struct select_keys *op) { return max64(DEPTH, parts(op->dim, 8) * 8); }
+
+static void copy_padded(const bf16 *from, int64_t count, bf16 *to, int64_t size) {
+    memcpy(to, from, count * sizeof(bf16));
+    memset(to + count, 0, (size - count) * sizeof(bf16));
+}
+
 /* Addresses of up to KEYS of a row's keys, from `first` on. */
 static void locate(const struct select_keys *op, const int32_t *blocks, int64_t first, int64_t count,
                    struct index_room *room, struct units *units) {
-    int64_t bytes = op->dim * (int64_t)sizeof(bf16);
+    int64_t size = padded_size(op);
     for (int64_t unit = 0; unit < UNITS; unit++) {
         int64_t key = first + unit * UNIT, past = min64(UNIT, first + count - key);
         units->at[unit] = NULL;
         if (past <= 0) continue;
         const bf16 *begin = vector_at(&op->keys, blocks, key, op->dim);
         units->at[unit] = begin;
-        if (past == UNIT && vector_at(&op->keys, blocks, key + UNIT - 1, op->dim) == begin + (UNIT - 1) * op->dim)
+        if (past == UNIT && vector_at(&op->keys, blocks, key + UNIT - 1, op->dim) == begin + (UNIT - 1) * size)
             continue;
-        bf16 *to = room->keys + unit * UNIT * op->dim;
+        bf16 *to = room->keys + unit * UNIT * size;
         units->at[unit] = to;
-        for (int64_t i = 0; i < past; i++, to += op->dim)
-            memcpy(to, vector_at(&op->keys, blocks, key + i, op->dim), bytes);
-        memset(to, 0, (UNIT - past) * bytes);
+        for (int64_t i = 0; i < past; i++, to += size)
+            copy_padded(vector_at(&op->keys, blocks, key + i, op->dim), op->dim, to, size);
+        memset(to, 0, (UNIT - past) * size * sizeof(bf16));
     }
 }
 
@@ -96,7 +105,7 @@ static void score_step(const struct select_keys *op, const struct attention_prod
         struct columns columns[PAIR];
         for (int i = 0; i < both; i++) columns[i].count = min64(LANES, op->heads - (tile + i) * LANES);
         products->score(units, spans, (char *)room->queries + tile * LANES * query_size(op->dim) * products->bytes,
-                        columns, both, op->dim, room->scores, &none);
+                        columns, both, padded_size(op), room->scores, &none);
         for (int i = 0; i < both; i++) {
             int64_t head = (tile + i) * LANES;
             if (op->weights)
@@ -136,11 +145,16 @@ static void take_lowest(const uint32_t *numbers, int64_t count, uint32_t k, uint
 
 static void stage_token(const struct select_keys *op, const struct attention_products *products, int64_t token,
                   struct index_room *room) {
+    int64_t size = padded_size(op);
     for (int64_t first = 0; first < op->heads; first += LANES) {
         const bf16 *columns[LANES] = {NULL};
-        for (int64_t lane = 0; lane < min64(LANES, op->heads - first); lane++)
+        for (int64_t lane = 0; lane < min64(LANES, op->heads - first); lane++) {
             columns[lane] = op->q + token * op->q_stride + (first + lane) * op->dim;
-        products->turn(columns, op->dim, (char *)room->queries + first * query_size(op->dim) * products->bytes);
+            if (size == op->dim) continue;
+            copy_padded(columns[lane], op->dim, room->heads + lane * size, size);
+            columns[lane] = room->heads + lane * size;
+        }
+        products->turn(columns, size, (char *)room->queries + first * query_size(op->dim) * products->bytes);
     }
     memset(room->weights, 0, sizeof room->weights);
     for (int64_t head = 0; op->weights && head < op->heads; head++)

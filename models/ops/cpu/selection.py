@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 
 from models.ops.cpu import structures
-from models.ops.cpu.packed_weight import DEPTH
 from models.ops.cpu.runtime import current, pointer, runs
 from models.ops.cpu.structures import Step
 from models.ops.types import NormWeight, Rotation
@@ -18,7 +17,7 @@ _UNIT = 16
 def selects(q: torch.Tensor, keys: torch.Tensor, top_k: int) -> bool:
     """Whether `select_keys` supports these queries and cached keys. # [T, H, dim], [blocks, vectors, dim]"""
     heads, dim = q.shape[1:]
-    fits = heads <= structures.INDEX_HEADS and DEPTH <= dim <= structures.MAX_INDEX_DIM and dim % 8 == 0
+    fits = heads <= structures.INDEX_HEADS and dim <= structures.MAX_INDEX_DIM
     return runs(q, keys) and fits and top_k > 0 and keys.shape[0] * keys.shape[1] <= structures.MAX_INDEXED
 
 
@@ -168,8 +167,8 @@ class EntryFinish(NamedTuple):
 
 def compresses(pages: torch.Tensor, entries: torch.Tensor, bias: torch.Tensor, *, overlaps: bool) -> bool:
     """Whether `compress` supports these caches, and windows of `len(bias)` tokens."""
-    dim, span = entries.shape[2], (2 if overlaps else 1) * len(bias)
-    return runs(pages, entries) and dim >= _UNIT and span <= structures.MOST_COMPRESSED
+    span = (2 if overlaps else 1) * len(bias)
+    return runs(pages, entries) and span <= structures.MOST_COMPRESSED
 
 
 def compress(
