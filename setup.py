@@ -5,6 +5,7 @@ Without a compiler they are left out, unless KAON_MUST_COMPILE is set: then a fa
 
 import os
 import platform
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +19,8 @@ _CPU = Path("models/ops/cpu")
 _ARGUMENTS = ["-g0", "-O3", "-std=gnu11", "-fno-trapping-math", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 if platform.machine() in ("x86_64", "AMD64"):
     _ARGUMENTS.append("-mprefer-vector-width=512")
+# GCC copies 16 bytes at a time by default, and loads of 32 then wait for two stores. Other compilers refuse these.
+_LONGER_COPIES = ["-mmove-max=256", "-mstore-max=256"]
 
 # By which the loader sees that an editable installation's sources have changed since.
 _SOURCES = sorted((*_CPU.glob("*.c"), *_CPU.glob("*.h")))
@@ -29,6 +32,9 @@ class BuildOnSeveralCores(build_ext):
 
     def build_extensions(self) -> None:
         compile_in_turn = self.compiler.compile
+        if self._takes(_LONGER_COPIES):
+            for extension in self.extensions:
+                extension.extra_compile_args += _LONGER_COPIES
 
         def compile_at_once(sources: list[str], **options: Any) -> list[str]:
             with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
@@ -37,6 +43,14 @@ class BuildOnSeveralCores(build_ext):
 
         self.compiler.compile = compile_at_once
         super().build_extensions()
+
+    def _takes(self, arguments: list[str]) -> bool:
+        """Whether the compiler knows these arguments; without a compiler it does not."""
+        command = [*getattr(self.compiler, "compiler_so", ())[:1], *arguments, "-E", "-x", "c", os.devnull]
+        try:
+            return subprocess.run(command, capture_output=True, check=False).returncode == 0
+        except OSError:
+            return False
 
 
 # The umask decides the modes of the files in a wheel, which must not depend on who builds it.

@@ -4,11 +4,12 @@
 #include <math.h>
 
 #include "attention.h"
+#include "lengths.h"
 #include "operators.h"
 #include "vectors.h"
 
 /* Tasks: tokens. */
-void store_vectors(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(store_vectors) {
     const struct store_vectors *op = arguments;
     for (int64_t token; (token = take_task(worker)) < step->num_tokens;) {
         int64_t slot = step->slots[token];
@@ -88,7 +89,7 @@ static void rotate_entry(const struct compress *op, int64_t position, float *ent
 }
 
 /* Tasks: tokens, of which some are the last of a window. */
-void compress(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(compress) {
     const struct compress *op = arguments;
     struct window *window = (struct window *)worker->scratch;
     float *entry = (float *)(window + 1);
@@ -110,7 +111,7 @@ void compress(const void *arguments, const struct step *step, struct worker *wor
 }
 
 /* Tasks: tokens. */
-void tokens_of_pools(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(tokens_of_pools) {
     const struct tokens_of_pools *op = arguments;
     int64_t rate = op->rate, most = op->top_k * rate + rate - 1, row = 0, position;
     for (int64_t token; (token = take_task(worker)) < step->num_tokens;) {

@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "lengths.h"
 #include "operators.h"
 #include "vectors.h"
 
@@ -284,7 +285,7 @@ static void read_row(const struct part *part, const struct step *step, int64_t r
 }
 
 /* Tasks: key heads of rows; see `take_states`. */
-void delta_net(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(delta_net) {
     const struct delta_net *op = arguments;
     for (struct states states; take_states(step, worker, op->key_heads, &states);)
         for (int64_t head = states.first; head < states.past; head++) {
@@ -370,7 +371,7 @@ static void rule_row(const struct ruled *ruled, const struct step *step, int64_t
 }
 
 /* Tasks: value heads of rows; see `take_states`. */
-void delta_rule(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(delta_rule) {
     const struct delta_rule *op = arguments;
     struct ruled ruled = {.op = op, .floats = (float *)worker->scratch};
     for (struct states states; take_states(step, worker, op->heads, &states);)

@@ -10,7 +10,11 @@
 
 typedef uint16_t bf16;
 
+#ifdef SHORT_VECTORS /* see lengths.h */
+#define LANES 8
+#else
 #define LANES 16  /* float32 of a vector; also rows and columns of an AMX tile */
+#endif
 #define DEPTH 32  /* bfloat16 of a vector: inputs that one step of a product multiplies */
 #define PANEL 32  /* outputs that a packed weight stores together */
 #define MAX_HEAD_DIM 512

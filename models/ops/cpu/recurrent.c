@@ -6,6 +6,7 @@
 
 #include <math.h>
 
+#include "lengths.h"
 #include "operators.h"
 #include "vectors.h"
 
@@ -186,7 +187,7 @@ static void convolve_row(const struct short_conv *op, const struct step *step, i
 }
 
 /* Tasks: blocks of channels of rows, several in a decode, where a block takes as long as a task costs. */
-void short_conv(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(short_conv) {
     const struct short_conv *op = arguments;
     int64_t width = step->num_tokens > step->num_rows ? CHANNELS : 8 * CHANNELS, tasks = parts(op->channels, width);
     for (int64_t task; (task = take_task(worker)) < step->num_rows * tasks;) {
@@ -317,7 +318,7 @@ static void read_head(const struct state_space *op, const struct span *span, int
 }
 
 /* Tasks: heads of rows; see `take_states`. */
-void state_space(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(state_space) {
     const struct state_space *op = arguments;
     for (struct states states; take_states(step, worker, op->heads, &states);)
         for (int64_t head = states.first; head < states.past; head++) {
@@ -351,7 +352,7 @@ CLONES static void norm_group(const struct group_norm *op, const bf16 *x, const 
 }
 
 /* Tasks: groups of tokens' features. */
-void group_norm(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(group_norm) {
     const struct group_norm *op = arguments;
     for (int64_t task; (task = take_task(worker)) < step->num_tokens * op->groups;) {
         int64_t token = task / op->groups, first = task % op->groups * op->size;
@@ -378,7 +379,7 @@ CLONES static void scale_row(const struct scale_rows *op, const bf16 *x, const b
 }
 
 /* Tasks: rows. */
-void scale_rows(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(scale_rows) {
     const struct scale_rows *op = arguments;
     for (int64_t row; (row = take_task(worker)) < step->num_tokens * op->per_token;)
         scale_row(op, op->x + row * op->x_stride, op->added ? op->added + row * op->added_stride : NULL,
@@ -438,7 +439,7 @@ CLONES static void scan_block(const struct selective_scan *op, const struct span
 }
 
 /* Tasks: parts of the channels of rows. */
-void selective_scan(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(selective_scan) {
     const struct selective_scan *op = arguments;
     int64_t shares = parts(op->channels, CHANNELS);
     for (int64_t task; (task = take_task(worker)) < step->num_rows * shares;) {

@@ -2,6 +2,7 @@
 
 #include <math.h>
 
+#include "lengths.h"
 #include "operators.h"
 #include "vectors.h"
 
@@ -70,7 +71,7 @@ static void weigh(const struct mix_streams *op, int64_t token, const bf16 *strea
 }
 
 /* Tasks: tokens. */
-void mix_streams(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(mix_streams) {
     const struct mix_streams *op = arguments;
     float weights[MOST_STREAMS];
     for (int64_t i = 0; i < op->count; i++) weights[i] = 1 / (float)op->count;
@@ -106,7 +107,7 @@ static void repeat(const struct spread_streams *op, int64_t token, int64_t first
 }
 
 /* Tasks: parts of tokens. */
-void spread_streams(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(spread_streams) {
     const struct spread_streams *op = arguments;
     int64_t shares = parts(op->size, COLUMNS);
     for (int64_t task; (task = take_task(worker)) < step->num_tokens * shares;) {

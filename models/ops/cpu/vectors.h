@@ -1,5 +1,5 @@
-/* Arithmetic on 16 float32 at once, in the compiler's vectors: on all processors the same operations in the same order,
- * so the same results. */
+/* Arithmetic on LANES float32 at once, in the compiler's vectors: on all processors the same operations in the same order,
+ * so the same results, except for sums over the lanes of shorter vectors. */
 
 #ifndef VECTORS_H
 #define VECTORS_H
@@ -48,10 +48,10 @@ INLINE void store(float *to, vector v) { memcpy(to, &v, sizeof v); }
 INLINE uint64_t any_bits(bits v) {
     typedef uint64_t four __attribute__((vector_size(32)));
     typedef uint64_t two __attribute__((vector_size(16)));
-    four parts_of[2];
+    four parts_of[LANES / 8];
     two quarters[2];
     memcpy(parts_of, &v, sizeof v);
-    parts_of[0] |= parts_of[1];
+    for (int i = 1; i < LANES / 8; i++) parts_of[0] |= parts_of[i];
     memcpy(quarters, parts_of, sizeof quarters);
     two last = quarters[0] | quarters[1];
     return last[0] | last[1];
@@ -75,7 +75,7 @@ INLINE void store_bf16(bf16 *to, vector v) {
     memcpy(to, &out, sizeof out);
 }
 
-/* The first `count` of 16, the others 0. */
+/* The first `count` of LANES, the others 0. */
 INLINE vector load_some(const bf16 *from, int64_t count) {
     if (count == LANES) return load_bf16(from);
     bf16 padded[LANES] = {0};
@@ -124,10 +124,10 @@ INLINE void store_both(bf16 *to, struct both v, int64_t count) {
 INLINE float sum_of(vector v) {
     typedef float eight __attribute__((vector_size(32)));
     typedef float four __attribute__((vector_size(16)));
-    eight parts_of[2];
+    eight parts_of[LANES / 8];
     four quarters[2];
     memcpy(parts_of, &v, sizeof v);
-    parts_of[0] += parts_of[1];
+    for (int i = 1; i < LANES / 8; i++) parts_of[0] += parts_of[i];
     memcpy(quarters, parts_of, sizeof quarters);
     four last = quarters[0] + quarters[1];
     return (last[0] + last[2]) + (last[1] + last[3]);
@@ -199,7 +199,7 @@ INLINE vector sigmoid_of(vector x) {
 }
 
 /* Add a pair of a row's inputs times pairs of bfloat16, one of each output: `dot_pairs` of the kernels with PAIRS. */
-#if HAS_X86
+#if HAS_X86 && LANES == 16
 AVX512_BF16 INLINE vector pairs_dot_pairs(vector sum, uint32_t both, bits w) {
     return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)both), (__m512bh)w);
 }
