@@ -109,14 +109,17 @@ class StoredStates:
         counts = ends - begins
         stops = np.cumsum(counts)
         total = int(stops[-1])
+        has_stored = bool((begins < firsts).any())
+        if not has_stored and total == len(hidden):
+            # Rows and positions ascend.
+            return hidden
         positions = np.arange(total) + np.repeat(ends - stops, counts)
         # The state of position p lies as far before its row's end in the step as p is before the sequence's end.
         row_ends = np.cumsum(inputs.query_lens)[rows]
         at = positions + np.repeat(row_ends - inputs.seq_lens[rows], counts)
+        if not has_stored:
+            return _rows_of(hidden, at)
         is_stored = positions < np.repeat(firsts, counts)
-        if not is_stored.any():
-            # Rows and positions ascend.
-            return hidden if total == len(hidden) else _rows_of(hidden, at)
         assert self._buffer is not None
         states = hidden.new_empty(total, hidden.shape[1])
         _write_rows(states, np.flatnonzero(~is_stored), _rows_of(hidden, at[~is_stored]))

@@ -472,10 +472,10 @@ class ModelDrafter:
 
         # 4 x [B] -> 2 x [B]
         """
-        ends = np.where(is_sampled, computed + (1 - self._token_offset), computed)
+        ends = computed if self._token_offset else computed + is_sampled
         capacity = self._input_batch.capacity(slots)
         room = np.minimum(capacity - ends + 1, self._input_batch.max_model_len - computed - 1)
-        num_drafts = np.where(is_sampled, np.clip(wanted, 0, np.maximum(room, 0)), 0)
+        num_drafts = np.maximum(np.minimum(wanted, room), 0) * is_sampled
         return num_drafts, np.minimum(ends, capacity)
 
     def _forget_sampled(self, slots: _Ints) -> None:

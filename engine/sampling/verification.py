@@ -31,15 +31,17 @@ def accepted_positions(
 
     `sampled_rows`: the row of each position. `last_tokens`: the index in the step's T inputs of the token before it.
     """
+    # Few calls of NumPy: they are most of what the host does to verify a few rows.
     is_followed = sampled_rows[1:] == sampled_rows[:-1]  # [S - 1], whether the next position is of the same row
-    drafts = input_ids[np.minimum(last_tokens[:-1] + 1, len(input_ids) - 1)]
+    drafts = input_ids[last_tokens[:-1] + is_followed]  # of followed positions
     # Positions from which the rest of their row is rejected.
     is_end = token_ids == NO_TOKEN
     is_end[1:] |= is_followed & (token_ids[:-1] != drafts)
-    num_ends = np.cumsum(is_end)
+    num_ends = is_end.cumsum()
     # For each position, the number of such positions before its row, which only grows from row to row.
-    is_first = np.concatenate(([True], ~is_followed))
-    num_before_row = np.maximum.accumulate(np.where(is_first, num_ends - is_end, 0))
+    num_before_row = num_ends - is_end
+    num_before_row[1:][is_followed] = 0
+    np.maximum.accumulate(num_before_row, out=num_before_row)
     return np.flatnonzero(num_ends == num_before_row)
 
 

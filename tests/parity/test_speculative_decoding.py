@@ -6,6 +6,7 @@ from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from engine.runner.device_batch import DeviceBatch
 from engine.runner.input_batch import InputBatch
 from engine.runner.model_runner import ModelRunner
 from engine.runner.start import run_worst_case
+from engine.sampling.verification import NO_TOKEN, accepted_positions
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.speculative.drafts import Drafts
@@ -355,3 +357,25 @@ def test_drafts_change_the_fingerprint_only_where_they_may_change_answers(
     # Where a token's result depends on the other tokens of its step, drafts change answers too.
     monkeypatch.setattr(loaded_model.LoadedModel, "why_varying", "for a test")
     assert len({fingerprint(acceptance) for acceptance in (None, "coupled", "rejection")}) == 3
+
+
+def test_the_positions_up_to_a_rows_first_rejected_draft_are_accepted() -> None:
+    """Compared with a loop, over rows with and without drafts, of which some sample nothing or no token."""
+    draw = random.Random(0)
+    for _ in range(300):
+        rows, last_tokens, input_ids = [], [], []
+        for row in range(draw.randint(1, 5)):
+            first, count = len(input_ids) + draw.randint(0, 2), draw.choice([0, 1, 1, 3])
+            last_tokens += range(first, first + count)
+            input_ids += [draw.randint(0, 2) for _ in range(first + max(1, count) - len(input_ids))]
+            rows += [row] * count
+        token_ids = [draw.choice([NO_TOKEN, 0, 1, 2]) for _ in rows]
+        expected: list[int] = []
+        for at, row in enumerate(rows):
+            is_first = not at or rows[at - 1] != row
+            follows = at - 1 in expected and token_ids[at - 1] == input_ids[last_tokens[at]]
+            if token_ids[at] != NO_TOKEN and (is_first or follows):
+                expected.append(at)
+        if rows:
+            arrays = (np.array(each) for each in (rows, last_tokens, input_ids, token_ids))
+            assert accepted_positions(*arrays).tolist() == expected
