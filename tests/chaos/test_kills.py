@@ -22,12 +22,12 @@ from tests.chaos.workload import client
 from tests.e2e.kaon_server import MODEL, START_SECONDS, eventually
 
 # Twenty seconds each. The same without attacks: test_core_dies.py and test_shutdown.py.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 VICTIM: dict[str, Any] = {
     "model": MODEL,
     "prompt": "A long story",
-    "max_tokens": 2500,
+    "max_tokens": 800,
     "ignore_eos": True,
     "temperature": 1,
     "seed": 7,
@@ -198,6 +198,7 @@ async def test_a_stream_is_whole_and_nothing_leaks_when_the_core_dies_under_atta
 ) -> None:
     server: ChaosServer = request.getfixturevalue("keyless" if name in ATTACKS else "keyed")
     failed = 'kaon_requests_finished_total{reason="error"}'
+    await until(server.is_ready)  # Also after a test that failed.
     before, errors, restarts = Kept.of(server), server.metric(failed), server.restarts()
     probes = Probes(server)
     async with attacked(name, server):
