@@ -3,8 +3,11 @@
  *   NAME(x)   the names of this set's functions
  *   TARGET    the attribute by which they are compiled
  *   WIDTH     float32 of a vector
- *   ROWS      rows at a time, of which LANES is a multiple
+ *   ROWS      rows at a time
  *   SUMS      vectors of sums that stay in registers
+ *   NEAR      steps of a weight that comes from memory, by which blocks of rows are multiplied in turn; NEAR_STEPS
+ *             unless it is defined
+ *   NEAR_PART the same of a weight that is in the L2 cache already
  *   PAIRS     whether the processor multiplies pairs of bfloat16: `dot_pairs` and `narrow`, or with the longest vectors
  *             `narrow_line`, are then defined
  *
@@ -12,6 +15,10 @@
  * shift, the odd ones by a mask. A sum runs over the inputs in order either way. */
 
 #define VECTORS (PANEL / WIDTH) /* of a panel's sums */
+#ifndef NEAR
+#define NEAR NEAR_STEPS
+#define NEAR_PART NEAR_PART_STEPS
+#endif
 
 typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
 typedef uint32_t NAME(words) __attribute__((vector_size(WIDTH * 4)));
@@ -58,16 +65,27 @@ TARGET INLINE void NAME(add_steps)(const char *x, const bf16 *weight, int64_t st
 #else
 #pragma GCC unroll 2
             for (int odd = 0; odd < 2; odd++) {
-                float xs[ROWS];
+                const float *xs = (const float *)x + 2 * pair + odd;
+                /* Of rows and vectors of the weight the fewer are held in registers, and each of the others is used at
+                 * once: otherwise six rows do not fit. */
+                NAME(floats) held[ROWS > VECTORS ? ROWS : VECTORS];
+                int holds_rows = rows < vectors;
 #pragma GCC unroll 16
-                for (int r = 0; r < rows; r++) xs[r] = ((const float *)x)[r * DEPTH + 2 * pair + odd];
+                for (int r = 0; holds_rows && r < rows; r++) held[r] = xs[r * DEPTH] - (NAME(floats)){0};
 #pragma GCC unroll 8
                 for (int v = 0; v < vectors; v++) {
                     NAME(words) w;
                     memcpy(&w, line + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2, sizeof w);
                     w = odd ? w & 0xffff0000u : w << 16;
+                    if (!holds_rows) held[v] = (NAME(floats))w;
 #pragma GCC unroll 16
-                    for (int r = 0; r < rows; r++) s[r][v] += xs[r] * (NAME(floats))w;
+                    for (int r = 0; holds_rows && r < rows; r++) s[r][v] += held[r] * (NAME(floats))w;
+                }
+#pragma GCC unroll 16
+                for (int r = 0; !holds_rows && r < rows; r++) {
+                    NAME(floats) one = xs[r * DEPTH] - (NAME(floats)){0};
+#pragma GCC unroll 8
+                    for (int v = 0; v < vectors; v++) s[r][v] += one * held[v];
                 }
             }
 #endif
@@ -99,8 +117,9 @@ static NAME(rows_adder) *const NAME(adders)[ROWS] = {UP_TO(ROWS, ADDER)};
  * prefetches the next weight, of `side`; NULL: there is none. */
 static void NAME(add_blocks)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
                              int64_t ahead, int is_first, const struct side_work *side, float *sums) {
-    int64_t blocks = parts(count, ROWS), near = side && fetches_far() ? MOST_NEAR_STEPS : NEAR_STEPS;
-    int64_t at_once = blocks > 1 ? near : steps;
+    int64_t blocks = 0;
+    for (int64_t row = 0; row < count; row += rows_at_once(row, count, ROWS)) blocks++;
+    int64_t at_once = blocks == 1 ? steps : side ? NEAR_PART : NEAR;
     for (int64_t done = 0; done < steps; done += at_once, weight += at_once * STEP) {
         int64_t some = min64(at_once, steps - done);
         struct NAME(stream) stream = {(const char *)weight + ahead, 0};
@@ -108,8 +127,9 @@ static void NAME(add_blocks)(const char *staged, int64_t count, int64_t all, con
         if (ahead) stream.lines = parts(STEP_LINES / 4, blocks * passes);
         if (side && side->lines)
             stream = (struct NAME(stream)){side->soon + done * side->lines * LINE, parts(side->lines, 4 * passes)};
-        for (int64_t row = 0; row < count; row += ROWS) {
-            NAME(adders)[min64(ROWS, count - row) - 1](
+        for (int64_t row = 0, rows; row < count; row += rows) {
+            rows = rows_at_once(row, count, ROWS);
+            NAME(adders)[rows - 1](
                 staged + (row / LANES * all * TILE + done * TILE + row % LANES * DEPTH) * STAGED_BYTES(PAIRS),
                 weight, some, is_first && done == 0, sums + row * PANEL, &stream);
             if (side) stream.lines = 0;
@@ -242,7 +262,7 @@ TARGET static void NAME(round)(const float *sums, const float *bias, int64_t cou
 /* Without loads, and with so many sums that none waits for the previous one. The factors are no powers of two: a
  * processor that multiplies by zeros or ones takes less power, and may run faster than with any model's numbers. */
 TARGET static int64_t NAME(spin)(int64_t rounds, float *sums) {
-    enum { CHAINS = SUMS > 8 ? 16 : 12 }; /* as registers hold */
+    enum { CHAINS = SUMS > 12 ? 16 : 12 }; /* as registers hold */
     NAME(floats) s[CHAINS];
     NAME(words) x = (NAME(words)){0} + 0x3f9d3faeu, w = (NAME(words)){0} + 0xbf8b3fc7u;
     for (int i = 0; i < CHAINS; i++) s[i] = (NAME(floats)){0};
@@ -280,4 +300,6 @@ static const struct panel_products NAME(products) = {.staged_bytes = STAGED_BYTE
 #undef WIDTH
 #undef ROWS
 #undef SUMS
+#undef NEAR
+#undef NEAR_PART
 #undef PAIRS

@@ -8,7 +8,13 @@
 #define SIDE_PANELS 4 /* largest number that few rows are multiplied by together */
 #define SIDE_AHEAD 2  /* steps by which these are fetched ahead */
 #define NEAR_STEPS 4 /* 8 KiB of a weight, which stay in the L1 cache together with their rows */
-#define MOST_NEAR_STEPS 6 /* the same of a weight that is in a cache already, on Zen 5 */
+#define NEAR_PART_STEPS (fetches_far() ? 6 : NEAR_STEPS) /* the same of a weight that is in the L2 cache already */
+
+/* Rows to take of a tile from `row` on, `most` at most, and if possible no single one, which takes as long as several. */
+static inline int64_t rows_at_once(int64_t row, int64_t count, int64_t most) {
+    int64_t left = min64(count - row, LANES - row % LANES);
+    return left > most + 1 ? most : left > most ? parts(left, 2) : left;
+}
 
 static inline int is_whole_lines(const bf16 *out, int64_t out_stride) {
     return ((uintptr_t)out | out_stride * sizeof(bf16)) % LINE == 0;
@@ -69,8 +75,10 @@ NEON_BF16 INLINE uint16x4_t neon_bf16_narrow(float32x4_t v) { return vreinterpre
 #define NAME(x) avx2_##x
 #define TARGET AVX2
 #define WIDTH 8
-#define ROWS 4
-#define SUMS 8
+#define ROWS 6
+#define SUMS 12
+#define NEAR 16
+#define NEAR_PART steps
 #define PAIRS 0
 #include "panel_kernel.h"
 

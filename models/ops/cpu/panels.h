@@ -11,10 +11,11 @@
 
 #define STAGED_BYTES(pairs) ((pairs) ? (int64_t)sizeof(bf16) : (int64_t)sizeof(float)) /* of an input of a staged row */
 
-/* A macro for each number up to 1, 4 or 8: kernels have functions for so many rows. */
+/* A macro for each number up to 1, 4, 6 or 8: kernels have functions for so many rows. */
 #define UP_TO_1(OF) OF(1)
 #define UP_TO_4(OF) UP_TO_1(OF) OF(2) OF(3) OF(4)
-#define UP_TO_8(OF) UP_TO_4(OF) OF(5) OF(6) OF(7) OF(8)
+#define UP_TO_6(OF) UP_TO_4(OF) OF(5) OF(6)
+#define UP_TO_8(OF) UP_TO_6(OF) OF(7) OF(8)
 #define PASTED(A, B) A##B
 #define UP_TO(COUNT, OF) PASTED(UP_TO_, COUNT)(OF)
 
