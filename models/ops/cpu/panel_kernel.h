@@ -5,9 +5,9 @@
  *   WIDTH     float32 of a vector
  *   ROWS      rows at a time
  *   SUMS      vectors of sums that stay in registers
- *   NEAR      steps of a weight that comes from memory, by which blocks of rows are multiplied in turn; NEAR_STEPS
- *             unless it is defined
+ *   NEAR      steps of a weight that comes from memory, on which `blocks` blocks of rows take turns
  *   NEAR_PART the same of a weight that is in the L2 cache already
+ *   LEAST_AHEAD bytes by which a single block prefetches ahead, at least. These three are defined where they differ.
  *   PAIRS     whether the processor multiplies pairs of bfloat16: `dot_pairs` and `narrow`, or with the longest vectors
  *             `narrow_line`, are then defined
  *
@@ -18,6 +18,7 @@
 #ifndef NEAR
 #define NEAR NEAR_STEPS
 #define NEAR_PART NEAR_PART_STEPS
+#define LEAST_AHEAD 0
 #endif
 
 typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
@@ -112,18 +113,19 @@ typedef void NAME(rows_adder)(const char *x, const bf16 *weight, int64_t steps, 
 #define ADDER(rows) NAME(add_rows##rows),
 static NAME(rows_adder) *const NAME(adders)[ROWS] = {UP_TO(ROWS, ADDER)};
 
-/* Several blocks of rows are multiplied by a few steps of the weight while these are in the L1 cache, and each
- * prefetches a part of the next few; a single block goes through the whole panel. With a cached weight, the first block
- * prefetches the next weight, of `side`; NULL: there is none. */
+/* Several blocks of rows, or vectors of outputs, take turns on a few steps of the weight while these are in the L1 cache,
+ * and each prefetches a part of the next few; a single block goes through the whole panel. With a cached weight, the
+ * first block prefetches the next weight, of `side`; NULL: there is none. */
 static void NAME(add_blocks)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
                              int64_t ahead, int is_first, const struct side_work *side, float *sums) {
     int64_t blocks = 0;
     for (int64_t row = 0; row < count; row += rows_at_once(row, count, ROWS)) blocks++;
-    int64_t at_once = blocks == 1 ? steps : side ? NEAR_PART : NEAR;
+    int64_t passes = VECTORS / VECTORS_AT_ONCE(min64(count, ROWS)); /* of a block */
+    int64_t at_once = blocks * passes == 1 ? steps : side ? NEAR_PART : NEAR;
+    if (ahead) ahead = max64(ahead, blocks * passes == 1 ? LEAST_AHEAD : at_once * STEP * (int64_t)sizeof(bf16));
     for (int64_t done = 0; done < steps; done += at_once, weight += at_once * STEP) {
         int64_t some = min64(at_once, steps - done);
         struct NAME(stream) stream = {(const char *)weight + ahead, 0};
-        int64_t passes = VECTORS / VECTORS_AT_ONCE(min64(count, ROWS)); /* of a block */
         if (ahead) stream.lines = parts(STEP_LINES / 4, blocks * passes);
         if (side && side->lines)
             stream = (struct NAME(stream)){side->soon + done * side->lines * LINE, parts(side->lines, 4 * passes)};
@@ -302,4 +304,5 @@ static const struct panel_products NAME(products) = {.staged_bytes = STAGED_BYTE
 #undef SUMS
 #undef NEAR
 #undef NEAR_PART
+#undef LEAST_AHEAD
 #undef PAIRS

@@ -77,8 +77,9 @@ NEON_BF16 INLINE uint16x4_t neon_bf16_narrow(float32x4_t v) { return vreinterpre
 #define WIDTH 8
 #define ROWS 6
 #define SUMS 12
-#define NEAR 16
+#define NEAR (blocks > 2 ? 16 : NEAR_STEPS)
 #define NEAR_PART steps
+#define LEAST_AHEAD 3072
 #define PAIRS 0
 #include "panel_kernel.h"
 
