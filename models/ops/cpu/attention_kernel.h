@@ -5,6 +5,7 @@
  *   TARGET    the attribute by which they are compiled
  *   WIDTH     float32 of a vector
  *   SUMS      vectors of sums that stay in registers
+ *   HAS_FEW   whether a decode's few columns are multiplied by a vector of keys: with WIDTH 8
  *
  * Queries are [dim][16 columns], weights [key][16 columns]. */
 
@@ -62,12 +63,110 @@ TARGET INLINE void NAME(score_keys)(const float *keys, int64_t dim, const float 
         for (int v = 0; v < vectors; v++) NAME(store)(scores[key] + v * WIDTH, s[key][v]);
 }
 
+#if HAS_FEW
+#define UNIT_OF_KEYS (UNIT / WIDTH) /* vectors of a unit's keys */
+
+/* 8 elements of 8 keys, as [4 pairs][8 keys]. */
+TARGET INLINE void NAME(turn_keys)(const bf16 *keys, int64_t dim, NAME(words) pairs[4]) {
+    NAME(words) r[4], low[2], high[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m128i first = _mm_loadu_si128((const void *)(keys + i * dim));
+        r[i] = (NAME(words))_mm256_set_m128i(_mm_loadu_si128((const void *)(keys + (i + 4) * dim)), first);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        low[i] = __builtin_shuffle(r[2 * i], r[2 * i + 1], (NAME(ints)){0, 8, 1, 9, 4, 12, 5, 13});
+        high[i] = __builtin_shuffle(r[2 * i], r[2 * i + 1], (NAME(ints)){2, 10, 3, 11, 6, 14, 7, 15});
+    }
+    pairs[0] = __builtin_shuffle(low[0], low[1], (NAME(ints)){0, 1, 8, 9, 4, 5, 12, 13});
+    pairs[1] = __builtin_shuffle(low[0], low[1], (NAME(ints)){2, 3, 10, 11, 6, 7, 14, 15});
+    pairs[2] = __builtin_shuffle(high[0], high[1], (NAME(ints)){0, 1, 8, 9, 4, 5, 12, 13});
+    pairs[3] = __builtin_shuffle(high[0], high[1], (NAME(ints)){2, 3, 10, 11, 6, 7, 14, 15});
+}
+
+/* Sums of 8 keys by each column, to scores by key. */
+TARGET INLINE void NAME(put_few)(const NAME(floats) sums[FEW_COLUMNS], float scores[][LANES]) {
+    __m256 low0 = _mm256_unpacklo_ps((__m256)sums[0], (__m256)sums[1]);
+    __m256 low1 = _mm256_unpacklo_ps((__m256)sums[2], (__m256)sums[3]);
+    __m256 high0 = _mm256_unpackhi_ps((__m256)sums[0], (__m256)sums[1]);
+    __m256 high1 = _mm256_unpackhi_ps((__m256)sums[2], (__m256)sums[3]);
+    __m256d four[4] = {_mm256_unpacklo_pd((__m256d)low0, (__m256d)low1), _mm256_unpackhi_pd((__m256d)low0, (__m256d)low1),
+                       _mm256_unpacklo_pd((__m256d)high0, (__m256d)high1),
+                       _mm256_unpackhi_pd((__m256d)high0, (__m256d)high1)};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm_storeu_ps(scores[i], _mm256_castps256_ps128((__m256)four[i]));
+        _mm_storeu_ps(scores[4 + i], _mm256_extractf128_ps((__m256)four[i], 1));
+    }
+}
+
+/* The keys of `units` adjacent units times a few columns, both constants: the same sums as for 16 columns, with a key in
+ * each lane instead of a column. */
+TARGET INLINE void NAME(score_few)(const bf16 *const *units_at, int units, int64_t dim, const float *queries,
+                                   int columns, float scores[][LANES]) {
+    NAME(floats) s[2 * UNIT_OF_KEYS][FEW_COLUMNS];
+#pragma GCC unroll 4
+    for (int i = 0; i < units * UNIT_OF_KEYS; i++)
+#pragma GCC unroll 4
+        for (int c = 0; c < FEW_COLUMNS; c++) s[i][c] = (NAME(floats)){0};
+    for (int64_t element = 0; element < dim; element += 8, queries += 8 * LANES)
+#pragma GCC unroll 4
+        for (int i = 0; i < units * UNIT_OF_KEYS; i++) {
+            NAME(words) pairs[4];
+            NAME(turn_keys)(units_at[i / UNIT_OF_KEYS] + i % UNIT_OF_KEYS * WIDTH * dim + element, dim, pairs);
+#pragma GCC unroll 8
+            for (int one = 0; one < 8; one++) {
+                NAME(words) k = one % 2 ? pairs[one / 2] & 0xffff0000u : pairs[one / 2] << 16;
+#pragma GCC unroll 4
+                for (int c = 0; c < columns; c++) s[i][c] += queries[one * LANES + c] * (NAME(floats))k;
+            }
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < units * UNIT_OF_KEYS; i++) NAME(put_few)(s[i], scores + i * WIDTH);
+}
+
+#define SCORE_FEW(UNITS_AT_ONCE, COLUMNS)                                                                             \
+    TARGET static void NAME(score_few##UNITS_AT_ONCE##_##COLUMNS)(const bf16 *const *at, int64_t dim,                 \
+                                                                  const float *queries, float scores[][LANES]) {      \
+        NAME(score_few)(at, UNITS_AT_ONCE, dim, queries, COLUMNS, scores);                                            \
+    }
+SCORE_FEW(1, 1)
+SCORE_FEW(1, 2)
+SCORE_FEW(1, 3)
+SCORE_FEW(1, 4)
+SCORE_FEW(2, 1)
+SCORE_FEW(2, 2)
+
+/* The units of a step, without the absent ones; with one or two columns two at a time, so that no sum waits. */
+TARGET static void NAME(score_units)(const struct units *keys, struct spans spans, const float *queries,
+                                     int64_t columns, int64_t dim, float scores[KEYS][LANES], struct fetches *ahead) {
+    typedef void scorer(const bf16 *const *at, int64_t dim, const float *queries, float scores[][LANES]);
+    static scorer *const one[FEW_COLUMNS] = {NAME(score_few1_1), NAME(score_few1_2), NAME(score_few1_3),
+                                             NAME(score_few1_4)};
+    static scorer *const two[2] = {NAME(score_few2_1), NAME(score_few2_2)};
+    for (int unit = spans.from * SPAN / UNIT, some; unit < spans.past * SPAN / UNIT; unit += some) {
+        const bf16 *const *at = keys->at + unit;
+        some = columns <= 2 && unit % 2 == 0 && at[0] && at[1] ? 2 : 1;
+        if (!*at) continue;
+        fetch_lines(ahead, some * UNIT / SUMS * OF_SCORE);
+        (some == 2 ? two : one)[columns - 1](at, dim, queries, scores + unit * UNIT);
+    }
+}
+#endif
+
 /* Number of vectors of the used columns. */
 #define VECTORS_OF(columns) (int)parts((columns).count, WIDTH)
 
 TARGET static void NAME(score)(const struct units *keys, struct spans spans, const void *queries,
                                const struct columns *columns, int tiles, int64_t dim, float scores[][KEYS][LANES],
                                struct fetches *ahead) {
+#if HAS_FEW
+    if (tiles == 1 && columns->count <= FEW_COLUMNS && dim % 8 == 0) {
+        NAME(score_units)(keys, spans, queries, columns->count, dim, scores[0], ahead);
+        return;
+    }
+#endif
     ALIGNED float wide[SUMS * MAX_LATENT_DIM];
     for (int key = spans.from * SPAN; key < spans.past * SPAN; key += SUMS) {
         const bf16 *unit = keys->at[key / UNIT];
@@ -88,33 +187,101 @@ TARGET static void NAME(score)(const struct units *keys, struct spans spans, con
     }
 }
 
+#define CHAINS 4 /* of maxima and sums, so that none waits for the previous one */
+
+TARGET INLINE NAME(floats) NAME(larger)(NAME(floats) a, NAME(floats) b) { return NAME(choose)(a > b, a, b); }
+
+/* A column's results so far, relative to a new maximum. */
+TARGET static void NAME(fade_sums)(const struct attention *op, float *sums, float fade) {
+    int64_t size = value_size(op->value_dim);
+    for (int64_t i = 0; fade != 1 && i < size; i += WIDTH) NAME(store)(sums + i, NAME(load)(sums + i) * fade);
+}
+
+#if HAS_FEW
+/* Two keys' scores or weights of FEW_COLUMNS columns. */
+TARGET INLINE NAME(floats) NAME(load_two)(float from[][LANES]) {
+    return (NAME(floats))_mm256_set_m128(_mm_loadu_ps(from[1]), _mm_loadu_ps(from[0]));
+}
+
+TARGET INLINE void NAME(store_two)(float to[][LANES], NAME(floats) v) {
+    _mm_storeu_ps(to[0], _mm256_castps256_ps128((__m256)v));
+    _mm_storeu_ps(to[1], _mm256_extractf128_ps((__m256)v, 1));
+}
+
+/* Of both keys, for each column, in both halves. */
+TARGET INLINE NAME(floats) NAME(swap)(NAME(floats) v) {
+    return __builtin_shuffle(v, (NAME(ints)){4, 5, 6, 7, 0, 1, 2, 3});
+}
+
+/* The same results as `weigh`, bit for bit, of two keys at once. */
+TARGET static void NAME(weigh_few)(const struct attention *op, const struct columns *columns, struct spans spans,
+                                   float scale, float scores[KEYS][LANES], struct seen *seen, float (*to)[LANES],
+                                   struct fetches *ahead) {
+    enum { PAIRS_OF_CHAINS = CHAINS / 2 };
+    float before[2][LANES], after[2][LANES];
+    memcpy(before[0], seen->most, sizeof before[0]), memcpy(before[1], seen->most, sizeof before[1]);
+    NAME(floats) was = NAME(load_two)(before), most[PAIRS_OF_CHAINS] = {was, was}, total[PAIRS_OF_CHAINS] = {{0}};
+    for (int key = spans.from * SPAN; key < spans.past * SPAN; key += CHAINS)
+#pragma GCC unroll 2
+        for (int pair = 0; pair < PAIRS_OF_CHAINS; pair++)
+            most[pair] = NAME(larger)(NAME(load_two)(scores + key + 2 * pair) * scale, most[pair]);
+    NAME(floats) now = NAME(larger)(most[0], most[1]);
+    now = NAME(larger)(now, NAME(swap)(now));
+    NAME(floats) base = NAME(choose)(now == -INFINITY, (NAME(floats)){0}, now), fade = NAME(exp2)(was - base);
+    for (int key = spans.from * SPAN; key < spans.past * SPAN; key += CHAINS) {
+        if (key % SPAN == 0) fetch_lines(ahead, OF_WEIGH);
+#pragma GCC unroll 2
+        for (int pair = 0; pair < PAIRS_OF_CHAINS; pair++) {
+            NAME(floats) p = NAME(exp2)(NAME(load_two)(scores + key + 2 * pair) * scale - base);
+            total[pair] += p;
+            NAME(store_two)(to + key + 2 * pair, p);
+        }
+    }
+    for (int pair = 0; pair < PAIRS_OF_CHAINS; pair++) total[pair] += NAME(swap)(total[pair]);
+    NAME(store)(after[0], total[0] + total[1]);
+    NAME(store)(after[1], now);
+    for (int64_t column = 0; column < columns->count; column++) {
+        seen->total[column] = seen->total[column] * fade[column] + after[0][column];
+        seen->most[column] = after[1][column];
+        NAME(fade_sums)(op, seen->sums + column * value_size(op->value_dim), fade[column]);
+    }
+}
+#endif
+
 TARGET static void NAME(weigh)(const struct attention *op, const struct columns *columns, int64_t first_key,
                                struct spans spans, float scores[KEYS][LANES], struct seen *seen, void *weights,
                                struct fetches *ahead) {
     float scale = cap_scores(op, spans, scores), (*to)[LANES] = weights;
     hide_keys(columns, first_key, spans, scores);
+#if HAS_FEW
+    if (columns->count <= FEW_COLUMNS) {
+        NAME(weigh_few)(op, columns, spans, scale, scores, seen, to, ahead);
+        return;
+    }
+#endif
     for (int lane = 0; lane < columns->count; lane += WIDTH) {
-        NAME(floats) before = NAME(load)(seen->most + lane), most = before;
-        for (int key = spans.from * SPAN; key < spans.past * SPAN; key++) {
-            NAME(floats) score = NAME(load)(scores[key] + lane) * scale;
-            most = NAME(choose)(score > most, score, most);
-        }
-        NAME(floats) base = NAME(choose)(most == -INFINITY, (NAME(floats)){0}, most);
-        NAME(floats) fade = NAME(exp2)(before - base), total = NAME(load)(seen->total + lane) * fade;
-        for (int key = spans.from * SPAN; key < spans.past * SPAN; key++) {
+        NAME(floats) before = NAME(load)(seen->most + lane), most[CHAINS], total[CHAINS];
+        for (int chain = 0; chain < CHAINS; chain++) most[chain] = before, total[chain] = (NAME(floats)){0};
+        for (int key = spans.from * SPAN; key < spans.past * SPAN; key += CHAINS)
+#pragma GCC unroll 4
+            for (int chain = 0; chain < CHAINS; chain++)
+                most[chain] = NAME(larger)(NAME(load)(scores[key + chain] + lane) * scale, most[chain]);
+        NAME(floats) now = NAME(larger)(NAME(larger)(most[0], most[1]), NAME(larger)(most[2], most[3]));
+        NAME(floats) base = NAME(choose)(now == -INFINITY, (NAME(floats)){0}, now), fade = NAME(exp2)(before - base);
+        for (int key = spans.from * SPAN; key < spans.past * SPAN; key += CHAINS) {
             if (key % SPAN == 0) fetch_lines(ahead, OF_WEIGH);
-            NAME(floats) p = NAME(exp2)(NAME(load)(scores[key] + lane) * scale - base);
-            total += p;
-            NAME(store)(to[key] + lane, p);
+#pragma GCC unroll 4
+            for (int chain = 0; chain < CHAINS; chain++) {
+                NAME(floats) p = NAME(exp2)(NAME(load)(scores[key + chain] + lane) * scale - base);
+                total[chain] += p;
+                NAME(store)(to[key + chain] + lane, p);
+            }
         }
-        NAME(store)(seen->most + lane, most);
-        NAME(store)(seen->total + lane, total);
-        for (int64_t column = lane; column < min64(columns->count, lane + WIDTH); column++) {
-            int64_t size = value_size(op->value_dim);
-            float *sums = seen->sums + column * size;
-            for (int64_t i = 0; fade[column - lane] != 1 && i < size; i += WIDTH)
-                NAME(store)(sums + i, NAME(load)(sums + i) * fade[column - lane]);
-        }
+        NAME(floats) sum = (total[0] + total[1]) + (total[2] + total[3]);
+        NAME(store)(seen->most + lane, now);
+        NAME(store)(seen->total + lane, NAME(load)(seen->total + lane) * fade + sum);
+        for (int64_t column = lane; column < min64(columns->count, lane + WIDTH); column++)
+            NAME(fade_sums)(op, seen->sums + column * value_size(op->value_dim), fade[column - lane]);
     }
 }
 
@@ -187,6 +354,10 @@ TARGET static void NAME(add)(const struct values *values, struct spans spans, co
 static const struct attention_products NAME(products) = {sizeof(float), 1,           NAME(turn), NAME(score),
                                                          NAME(weigh),   NAME(add), 0};
 
+#undef SCORE_FEW
+#undef UNIT_OF_KEYS
+#undef HAS_FEW
+#undef CHAINS
 #undef VECTORS_OF
 #undef OF_TILE
 #undef NAME

@@ -41,6 +41,7 @@ CLONES static void hide_keys(const struct columns *columns, int64_t first_key, s
 #define TARGET
 #define WIDTH 4
 #define SUMS 8
+#define HAS_FEW 0
 #include "attention_kernel.h"
 
 #if HAS_X86
@@ -48,12 +49,14 @@ CLONES static void hide_keys(const struct columns *columns, int64_t first_key, s
 #define TARGET AVX2
 #define WIDTH 8
 #define SUMS 8
+#define HAS_FEW 1
 #include "attention_kernel.h"
 
 #define NAME(x) avx512_##x
 #define TARGET AVX512
 #define WIDTH 16
 #define SUMS 8
+#define HAS_FEW 0
 #include "attention_kernel.h"
 
 /* ---- AVX-512 with products of bfloat16 pairs ---- */
