@@ -46,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     PEERS.mkdir(exist_ok=True)
     everyone = _contestants(shlex.split(options.kaon))
     chosen = _choose(everyone, options.peers)
-    workloads = [workload for workload in WORKLOADS if not options.workloads or workload.name in options.workloads]
+    workloads = [
+        workload.divided(options.divide)
+        for workload in WORKLOADS
+        if not options.workloads or workload.name in options.workloads
+    ]
     described, read_rate = machine(), read_probe()
     results = Results(options.results, options.append or not options.rounds)
     failures: list[str] = []
@@ -71,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ratios = page.ratios([each for each in everyone if each.name in results.contestants()], results)
     if ratios.rows:
         _say(ratios.markdown())
-    if not options.no_page:
+    if options.divide > 1:
+        _say(f"Prompts and answers of rates were {options.divide} times as short as their names say.")
+    if not options.no_page and options.divide == 1:
         _write(options.page, name, described, everyone, results)
     for line in failures:
         _say(line)
@@ -91,6 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--append", action="store_true", help="go on with that file's rounds, instead of a new one")
     parser.add_argument("--page", type=Path, default=_PAGE, help="page that gets the section (default: %(default)s)")
     parser.add_argument("--no-page", action="store_true", help="leave the page as it is")
+    parser.add_argument(
+        "--divide",
+        type=int,
+        choices=(1, 2, 4),
+        default=1,
+        help="how many times as short the prompts and answers of rates are; more than 1 leaves the page as it is",
+    )
     parser.add_argument("--kaon", default="", metavar="COMMAND", help="another Kaon's command, such as /old/bin/kaon")
     return parser
 

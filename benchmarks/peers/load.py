@@ -9,7 +9,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from benchmarks.checkpoints import QWEN3_06B, TINY, Checkpoint, words
@@ -318,6 +318,12 @@ class Workload:
             )
             for _ in range(self.streams)
         ]
+
+    def divided(self, by: int) -> "Workload":
+        """The same with prompts and answers `by` times as short, if its figure is a rate; others stay as they are."""
+        if self.figure is not RATE:
+            return self
+        return replace(self, prompt_tokens=self.prompt_tokens // by, max_tokens=self.max_tokens // by)
 
     def gaps(self, answers: Sequence[Answer]) -> list[float]:
         """Seconds between tokens in steady decode; empty if the workload is too short."""

@@ -30,12 +30,13 @@ class Peer(Contestant):
 Run = Callable[..., int]
 
 
-Measured = tuple[tuple[str, ...], range, int]
+Measured = tuple[tuple[str, ...], range, list[tuple[int, int]]]
+"""Names, rounds, and the tokens of each workload's prompt and answer."""
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Measured]:
-    """Contestants, rounds and number of workloads of each group that was measured together."""
+    """Contestants, rounds and workloads of each group that was measured together."""
     found: list[Measured] = []
 
     def measure(
@@ -46,7 +47,13 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Measured]:
         read_rate: Callable[[], float],
         tell: Callable[[Measurement], None],
     ) -> None:
-        found.append((tuple(each.name for each in contestants), rounds, len(workloads)))
+        found.append(
+            (
+                tuple(each.name for each in contestants),
+                rounds,
+                [(each.prompt_tokens, each.max_tokens) for each in workloads],
+            )
+        )
         for number in rounds:
             for each in contestants:
                 if each.name == "broken":
@@ -78,7 +85,14 @@ def run(tmp_path: Path) -> Run:
 
 def test_each_peer_is_measured_together_with_the_kaon_of_its_precision(run: Run, measured: list[Measured]) -> None:
     assert run("--peers", "good,eight-bits", "--rounds", "2", "--workloads", "one,many") == 0
-    assert measured == [(("kaon", "good"), range(2), 2), (("kaon-int8", "eight-bits"), range(2, 4), 2)]
+    tokens = [(128, 128), (256, 64)]
+    assert measured == [(("kaon", "good"), range(2), tokens), (("kaon-int8", "eight-bits"), range(2, 4), tokens)]
+
+
+def test_a_quick_look_shortens_rates_and_leaves_the_page(run: Run, measured: list[Measured], tmp_path: Path) -> None:
+    assert run("--peers", "good", "--rounds", "1", "--workloads", "one,long", "--divide", "4") == 0
+    assert measured == [(("kaon", "good"), range(1), [(32, 32), (2048, 4)])]
+    assert (tmp_path / "page.md").read_text() == "# Benchmarks\n"
 
 
 def test_a_kaon_without_peers_is_measured_alone(run: Run, measured: list[Measured]) -> None:
