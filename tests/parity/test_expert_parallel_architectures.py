@@ -18,7 +18,7 @@ from tests.parity.test_tensor_parallel_architectures import divides
 from tests.parity.thread_ranks import at_once, thread_ranks
 from tests.parity.variants import Variant, all_variants
 
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6)]
 SHORT = {("MixtralForCausalLM", 2, 1)}
 """For real processes. Replicas that are processes: tests/e2e/test_expert_parallel.py."""

@@ -35,6 +35,7 @@ from tests.parity.embedding_checkpoints import (
 from tests.parity.foreign_models import APERTUS, GEMMA2, Foreign
 from tests.parity.pooling_engine import PoolingEngine, load_pooling
 from tests.parity.variants import Variant, older
+from tests.sweeps import sweep
 
 TOLERANCE = 1e-5
 LENGTHS = (1, 3, 17, 40, 64)
@@ -211,8 +212,7 @@ def test_a_body_that_was_saved_by_itself_has_no_prefix_and_needs_no_head(tmp_pat
         assert_close(vector, unit(hidden_states(embedder, prompt)[-1]))
 
 
-@pytest.mark.parametrize("variant", OLDER, ids=lambda variant: variant.architecture)
-@pytest.mark.parametrize("is_alone", [False, True], ids=["whole", "alone"])
+@sweep(variant={each.architecture: each for each in OLDER}, is_alone={"whole": False, "alone": True})
 def test_models_whose_tensors_and_fields_have_other_names_embed(
     variant: Variant, is_alone: bool, tmp_path: Path
 ) -> None:
@@ -289,8 +289,7 @@ def test_sentence_transformers_module_of_scores_is_the_same(tmp_path: Path) -> N
 # -- encoders ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ENCODER_FAMILIES)
-@pytest.mark.parametrize("mode", ["cls_token", "mean_tokens"])
+@sweep(family=[*ENCODER_FAMILIES], mode=["cls_token", "mean_tokens"])
 def test_an_encoder_embeds_as_transformers_does(tmp_path: Path, family: str, mode: str) -> None:
     path = add_modules(encoder(tmp_path, family), mode)
     # In steps of 64 tokens: prompts are never split, and several share a step.
@@ -301,8 +300,7 @@ def test_an_encoder_embeds_as_transformers_does(tmp_path: Path, family: str, mod
         assert_close(vector, unit(states[0] if mode == "cls_token" else states.mean(0)))
 
 
-@pytest.mark.parametrize("family", ENCODER_FAMILIES)
-@pytest.mark.parametrize("num_labels", [1, 4])
+@sweep(family=[*ENCODER_FAMILIES], num_labels=[1, 4])
 def test_an_encoder_classifies_texts_and_pairs_as_transformers_does(
     tmp_path: Path, family: str, num_labels: int
 ) -> None:
