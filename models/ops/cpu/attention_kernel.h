@@ -68,21 +68,21 @@ TARGET INLINE void NAME(score_keys)(const float *keys, int64_t dim, const float 
 
 /* 8 elements of 8 keys, as [4 pairs][8 keys]. */
 TARGET INLINE void NAME(turn_keys)(const bf16 *keys, int64_t dim, NAME(words) pairs[4]) {
-    NAME(words) r[4], low[2], high[2];
+    __m256i r[4], low[2], high[2];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         __m128i first = _mm_loadu_si128((const void *)(keys + i * dim));
-        r[i] = (NAME(words))_mm256_set_m128i(_mm_loadu_si128((const void *)(keys + (i + 4) * dim)), first);
+        r[i] = _mm256_set_m128i(_mm_loadu_si128((const void *)(keys + (i + 4) * dim)), first);
     }
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
-        low[i] = __builtin_shuffle(r[2 * i], r[2 * i + 1], (NAME(ints)){0, 8, 1, 9, 4, 12, 5, 13});
-        high[i] = __builtin_shuffle(r[2 * i], r[2 * i + 1], (NAME(ints)){2, 10, 3, 11, 6, 14, 7, 15});
+        low[i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        high[i] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
     }
-    pairs[0] = __builtin_shuffle(low[0], low[1], (NAME(ints)){0, 1, 8, 9, 4, 5, 12, 13});
-    pairs[1] = __builtin_shuffle(low[0], low[1], (NAME(ints)){2, 3, 10, 11, 6, 7, 14, 15});
-    pairs[2] = __builtin_shuffle(high[0], high[1], (NAME(ints)){0, 1, 8, 9, 4, 5, 12, 13});
-    pairs[3] = __builtin_shuffle(high[0], high[1], (NAME(ints)){2, 3, 10, 11, 6, 7, 14, 15});
+    pairs[0] = (NAME(words))_mm256_unpacklo_epi64(low[0], low[1]);
+    pairs[1] = (NAME(words))_mm256_unpackhi_epi64(low[0], low[1]);
+    pairs[2] = (NAME(words))_mm256_unpacklo_epi64(high[0], high[1]);
+    pairs[3] = (NAME(words))_mm256_unpackhi_epi64(high[0], high[1]);
 }
 
 /* Sums of 8 keys by each column, to scores by key. */
@@ -210,7 +210,7 @@ TARGET INLINE void NAME(store_two)(float to[][LANES], NAME(floats) v) {
 
 /* Of both keys, for each column, in both halves. */
 TARGET INLINE NAME(floats) NAME(swap)(NAME(floats) v) {
-    return __builtin_shuffle(v, (NAME(ints)){4, 5, 6, 7, 0, 1, 2, 3});
+    return (NAME(floats))_mm256_permute2f128_ps((__m256)v, (__m256)v, 1);
 }
 
 /* The same results as `weigh`, bit for bit, of two keys at once. */
