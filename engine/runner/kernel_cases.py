@@ -20,7 +20,7 @@ from models.ops import triton
 from models.ops.self_test import Case
 from models.ops.stored_weight import stored_of
 from models.ops.triton.cache_store import as_hardware_reads, vectors_as_hardware_reads
-from models.ops.triton.cases.attention import AttentionCase
+from models.ops.triton.cases.attention import AttentionCase, head_rows
 from models.ops.triton.cases.gated_delta import DeltaCase
 from models.ops.triton.cases.latent_attention import IndexCase, LatentCase
 from models.ops.triton.cases.quantized_products import ProductCase
@@ -59,7 +59,7 @@ def _in_order(cases: Iterable[Case]) -> list[Case]:
 
 
 def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: int) -> Iterator[Case]:
-    for q, k, cache, (options, sinks, norms, rotation, q_scales) in observed.attended:
+    for q, k, v, cache, (options, sinks, norms, rotation, q_scales) in observed.attended:
         as_hardware_reads(cache, options, q.device)  # Raises `ValueError` where the hardware has no FP8.
         for tokens in sorted({1, query_len}):
             yield AttentionCase(
@@ -77,6 +77,7 @@ def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: 
                 has_q_scales=q_scales is not None,
                 stores=k is not None,
                 value_dim=None if cache.v_cache.shape[3] == q.shape[2] else cache.v_cache.shape[3],
+                rows=(head_rows(q), None if k is None else head_rows(k), None if v is None else head_rows(v)),
             )
     top_k = observed.indexed[0].top_k if observed.indexed else None
     for q, kv_b, latents, options, inputs in observed.latents:

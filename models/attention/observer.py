@@ -14,6 +14,7 @@ class Attended(NamedTuple):
 
     q: torch.Tensor
     k: torch.Tensor | None
+    v: torch.Tensor | None
     cache: KVCacheTensor
     inputs: AttentionInputs
 
@@ -57,8 +58,8 @@ class ObservingBackend(GPUAttentionBackend):
         inputs: AttentionInputs,
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
-        del v, metadata
-        self.attended.append(Attended(q, k, cache, inputs))
+        del metadata
+        self.attended.append(Attended(q, k, v, cache, inputs))
         return q.new_zeros(*q.shape[:2], cache.v_cache.shape[3])
 
     def latent_attention(

@@ -317,9 +317,11 @@ def _forced(lark: LarkWriter, dialect: ToolDialect, functions: list[Function], o
     if not dialect.trigger:
         return f"{_optional(lark, dialect)} {calls}"
     block = lark.rule(f"{lark.spelled(dialect.trigger)} {calls}")
+    # Templates write line breaks between the beginning of an answer and the first call.
+    first = f"{lark.rule(_NEWLINES)} {block}"
     if once or dialect.separator is None:
-        return block
-    return f"{block} ({lark.spelled(dialect.separator)} {block})*"
+        return first
+    return f"{first} ({lark.spelled(dialect.separator)} {block})*"
 
 
 def _free(lark: LarkWriter, dialect: ToolDialect, functions: list[Function], once: bool, beginning: str) -> str:

@@ -22,12 +22,14 @@ NUM_TOKENS = 8
 PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6)]
 SHORT = {("MixtralForCausalLM", 2, 1)}
 """For real processes. Replicas that are processes: tests/e2e/test_expert_parallel.py."""
-_EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def num_experts(variant: Variant) -> int:
     """0 for a dense model."""
-    fields = {**variant.family.defaults, **variant.overrides}
+    fields = {"num_hidden_layers": 2, **variant.family.defaults, **variant.overrides}
+    if fields.get("first_k_dense_replace", 0) >= fields["num_hidden_layers"]:
+        return 0
     return next((fields[name] for name in _EXPERT_FIELDS if name in fields), 0)
 
 

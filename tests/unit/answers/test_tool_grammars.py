@@ -56,6 +56,33 @@ def test_required_accepts_what_models_write(written: Written, special: bool) -> 
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize(
+    ("dialect", "gap"),
+    [("glm45", "\n"), ("glm47", "\n"), ("deepseek_v32", "\n\n"), ("deepseek_v4", "\n\n"), ("qwen3_coder", "\n\n")],
+)
+def test_required_accepts_the_line_breaks_that_templates_write_before_the_first_call(
+    dialect: str, gap: str, special: bool
+) -> None:
+    """After reasoning, after reasoning that the prompt has ended, and without any."""
+    written = next(each for each in WHOLE if each.dialect == dialect)
+    text = gap + written.text
+    use = ToolUse.of(TOOLS, "required")
+    for reasoning, tail, before in (
+        ("none", "", ""),
+        ("think", "<think></think>", ""),
+        ("think", "<think>", "So.</think>"),
+    ):
+        answer_format, vocabulary = made(dialect, special, reasoning)
+        forced = grammar(answer_format, use, tail)
+        assert vocabulary.accepts(forced, before + text)
+        assert not vocabulary.accepts(forced, f"{before}{gap}It is warm.")
+        parser = answer_format.parser(use, prompt_tail=tail)
+        assert parser is not None
+        found = parsed(parser, before + text)
+        assert (found.content.strip(), found.calls) == ("", written.answer.calls)
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
 @pytest.mark.parametrize("written", texts_in_short_form(WHOLE))
 def test_required_refuses_other_arguments_other_functions_and_plain_text(written: Written, special: bool) -> None:
     answer_format, vocabulary = made(written.dialect, special)

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,30 @@ _WIDEST = 4096
 """The longest window that a row exceeds."""
 
 
+class HeadRows(NamedTuple):
+    """How a step's heads lie in memory: in elements, as strides of [T, heads, D]."""
+
+    stride: int
+    lone_stride: int
+    """The stride of a step of one token, which torch computes from its shape."""
+    head_stride: int
+    first: int
+    """The offset of the first token's first head, as far as it decides alignment."""
+
+
+def head_rows(x: torch.Tensor) -> HeadRows:
+    """The rows of heads, of which a pass of one token has `x`. # [1, heads, D]"""
+    if x.stride(2) != 1:  # Backends copy such heads.
+        x = x.contiguous()
+    # A storage is one row of a projection, of which the heads may be a part.
+    width = x.untyped_storage().nbytes() // x.itemsize
+    return HeadRows(width, x.stride(0), x.stride(1), int(x.storage_offset()) % (_ALIGNMENT // x.itemsize))
+
+
+_ALIGNMENT = 16
+"""Bytes of which compilers know whether addresses and strides are multiples."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCase(Case):
     """Attention of a layer, and its store of keys and values."""
@@ -52,6 +76,8 @@ class AttentionCase(Case):
     """Whether the layer has keys and values of its own."""
     value_dim: int | None = None
     """Elements of a value; None: `head_dim`."""
+    rows: tuple[HeadRows | None, HeadRows | None, HeadRows | None] = (None, None, None)
+    """Of queries, keys and values; None: a part of one projection of all three."""
 
     @property
     def key(self) -> Hashable:
@@ -76,9 +102,16 @@ class AttentionCase(Case):
             yield Finding(f"a cache that {self} only reads", exact_match(is_same))
             before = step.pools_now()
         rounded, of = rounding_bound(self.dtype), str(self)
+        one_q, one_k, one_v = step.first_token(q, k, v)
+        kept_k, kept_v = (one_k, one_v) if self.stores else (None, None)
+        turned_alone = None if rotation is None else (rotation[0][:1], rotation[1][:1])
+        scales_alone = None if q_scales is None else q_scales[:1]
+        lone_q = store(one_q, kept_k, kept_v, cache, step.slots[:1], options, norms, turned_alone, scales_alone)
         if norms is not None or rotation is not None or q_scales is not None:
             exact, magnitude = _moved(q, None if norms is None else norms.q, rotation, is_first, q_scales)
             yield Finding(f"queries of {of}", relative_error(stored_q, exact, rounded * magnitude))
+            error = relative_error(lone_q, exact[:1], rounded * magnitude[:1])
+            yield Finding(f"a lone token's queries of {of}", error)
         sides = (
             ("keys", k, cache.k_cache, options.k_scale, None if norms is None else norms.k, rotation),
             ("values", v, cache.v_cache, options.v_scale, None, None),
@@ -151,14 +184,23 @@ class _Step:
         reference.store(k, k, v, cache, earlier, options)
 
     def queries_keys_values(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of one projection of the step's tokens. # [T, Hq, D], [T, Hkv, D], [T, Hkv, V]"""
+        """Heads in the rows of the form. # [T, Hq, D], [T, Hkv, D], [T, Hkv, V]"""
         form, (dim, value_dim) = self._form, self._dims
         heads = ((form.heads, dim), (form.kv_heads, dim), (form.kv_heads, value_dim))
         sizes = [count * of_head for count, of_head in heads]
         qkv = self._numbers.normal(self._num_tokens, sum(sizes), dtype=form.dtype, scale=1.5)
-        parts = zip(torch.split(qkv, sizes, dim=1), heads, strict=True)
-        q, k, v = (part.view(self._num_tokens, *of_part) for part, of_part in parts)
+        parts = zip(torch.split(qkv, sizes, dim=1), heads, form.rows, strict=True)
+        q, k, v = (_in_rows(part.view(self._num_tokens, *of_part), rows) for part, of_part, rows in parts)
         return q, k, v
+
+    def first_token(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The first token of each part, with the strides of a step of one token. # each [1, heads, D]"""
+
+        def first(x: torch.Tensor, rows: HeadRows | None) -> torch.Tensor:
+            strides = (x[0].numel(), x.shape[2]) if rows is None else (rows.lone_stride, rows.head_stride)
+            return x.as_strided((1, *x.shape[1:]), (*strides, 1), x.storage_offset())
+
+        return tuple(first(x, rows) for x, rows in zip(parts, self._form.rows, strict=True))
 
     @property
     def rotation(self) -> Rotation | None:
@@ -196,6 +238,15 @@ class _Step:
     @property
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.slots // self._form.block_size, self.slots % self._form.block_size
+
+
+def _in_rows(x: torch.Tensor, rows: HeadRows | None) -> torch.Tensor:
+    """The same heads in rows of memory of their own. # [T, heads, D]"""
+    if rows is None:
+        return x
+    size = rows.first + (len(x) - 1) * rows.stride + (x.shape[1] - 1) * rows.head_stride + x.shape[2]
+    strides = rows.stride, rows.head_stride, 1
+    return x.new_empty(size).as_strided(x.shape, strides, rows.first).copy_(x)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -298,6 +349,14 @@ def small_cases(device: torch.device) -> dict[str, Case]:
         ),
         "values smaller than keys, windows and sinks": case(
             _BF16, _BF16, head_dim=24, value_dim=16, options=windowed, has_sinks=True, rotary_dim=8
+        ),
+        "values with rows of their own, unaligned": case(
+            _FP16,
+            _FP16,
+            head_dim=24,
+            value_dim=20,
+            rotary_dim=8,
+            rows=(None, HeadRows(60, 24, 24, 4), HeadRows(20, 20, 20, 0)),
         ),
         "values larger than keys, FP8": case(_BF16, _FP8, value_dim=24, query_len=2),
         "windows, soft caps and sinks, FP8": case(_BF16, _FP8, options=windowed, has_sinks=True, rotary_dim=8),
