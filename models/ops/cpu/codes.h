@@ -11,7 +11,7 @@
  *
  * bfloat16 represents every code exactly, and also its difference from a zero point. With vectors, rows are multiplied
  * by these numbers, and the sums of each group by its scales: few operations per code, and fewer roundings than with a
- * bfloat16 weight. The sums of AMX are in its tiles, to which scales cannot be applied, so there a code is converted to
+ * bfloat16 weight. AVX2 multiplies integers, see codes_avx2.c. The sums of AMX are in its tiles, to which scales cannot be applied, so there a code is converted to
  * the bfloat16 nearest to its value, and products are bit for bit those of the dequantised weight. */
 
 #ifndef CODES_H
@@ -74,7 +74,7 @@ struct numbers {
     codes_adder *add_codes; /* multiplies up to `code_rows` rows by a panel, or one row by `panels`; or NULL */
     int64_t code_rows, panels;
     void (*add_numbers)(const struct coded_part *part, int64_t rows); /* multiplies rows by converted codes */
-    int are_integers; /* whether numbers and rows are integers of 16 bits, see codes_integers.c */
+    int are_integers; /* whether numbers and rows are integers of 16 bits, see codes_avx2.c */
 };
 
 /* Convert the codes of some steps of a group. `zeros`: 32 stored zero points, or NULL. */
@@ -82,7 +82,9 @@ typedef void code_expander(const char *from, int64_t steps, const char *zeros, b
 
 #if HAS_X86
 extern code_expander *const integer_expanders[3]; /* by kind of codes, of those that are integers */
-struct numbers integers_by_avx2(const struct codes *codes);
+struct numbers by_avx2(const struct codes *codes);
+void avx2_add_numbers(const struct coded_part *part, int64_t rows); /* of FP8 */
+#define FP8_FACTOR 256 /* AVX2's numbers of FP8 are 1 / 256 of those of codes */
 
 /* Convert 32 inputs of a row to integers, and the power of two that multiplies them. */
 void stage_integers(const bf16 values[DEPTH], int kind, int16_t *to, float *scale);

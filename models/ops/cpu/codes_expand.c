@@ -143,12 +143,12 @@ AVX2 INLINE __m256i avx2_load(const char *from) { return _mm256_loadu_si256((con
 
 AVX2 INLINE __m256i twice(__m128i table) { return _mm256_broadcastsi128_si256(table); }
 
-/* The upper byte of a number has its sign and all but one bit of the exponent, which grows by 120. The codes without an
+/* The upper byte of a number has its sign and all but one bit of the exponent, which grows by 112. The codes without an
  * exponent are corrected by tables. */
 AVX2 INLINE void avx2_fp8(const char *from, __m256i words[2]) {
     const __m256i high = twice(
-        _mm_setr_epi8(60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61));
-    const __m256i less = twice(_mm_setr_epi8(60, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
+        _mm_setr_epi8(56, 57, 58, 59, 60, 61, 62, 63, -72, -71, -70, -69, -68, -67, -66, -65));
+    const __m256i less = twice(_mm_setr_epi8(56, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
     const __m256i other = twice(_mm_setr_epi8(0, 16, -96, -16, 64, 112, 32, 16, 0, 0, 0, 0, 0, 0, 0, 0));
     const __m256i mask = _mm256_set1_epi8(15), exponent = _mm256_set1_epi8(0x78);
     __m256i codes = _mm256_permute4x64_epi64(avx2_load(from), 0xd8); /* so that the halves come out in order */
@@ -170,33 +170,17 @@ AVX2 static void avx2_expand_fp8(const char *from, int64_t steps, const char *ze
     }
 }
 
-typedef uint32_t avx2_words __attribute__((vector_size(32)));
-
-AVX2 INLINE void avx2_held_of(int kind, const char *tile, int first, const avx2_words *zeros, avx2_words held[2][2]) {
-    (void)kind, (void)zeros;
-    for (int line = 0; line < 2; line++) {
-        __m256i words[2];
-        avx2_fp8(tile + (first + line) * 2 * LANES, words);
-        held[line][0] = (avx2_words)words[0], held[line][1] = (avx2_words)words[1];
-    }
-}
-
-AVX2 INLINE avx2_words avx2_words_of(int kind, const avx2_words held[2][2], int line, int v, int has_zeros) {
-    (void)kind, (void)has_zeros;
-    return held[line][v];
-}
-
 /* Of FP8; the other kinds are integers. */
-#define NAME(x) avx2_##x
+#define NAME(x) avx2_of_fp8_##x
 #define TARGET AVX2
 #define WIDTH 8
 #define ROWS 4
-#define CODE_ROWS 1
-#define PANELS 2
-#define GROUPS 1
+#define CODE_ROWS 0
 #define PAIRS 0
-#define FP8_ONLY
+#define FACTOR FP8_FACTOR
 #include "codes_kernel.h"
+
+void avx2_add_numbers(const struct coded_part *part, int64_t rows) { avx2_of_fp8_add_numbers(part, rows); }
 
 /* ---- AVX-512 ---- */
 
@@ -602,7 +586,7 @@ struct numbers numbers_of(enum isa isa, const struct codes *codes) {
     if (isa == WITH_AVX512)
         numbers = (struct numbers){0, avx512_codes_adders[has_zeros][kind], 8, 4, avx512_add_numbers, 0};
     if (isa == WITH_AVX2 || isa == WITH_AVX_VNNI)
-        numbers = kind == FP8 ? (struct numbers){0, avx2_add_fp8, 1, 2, avx2_add_numbers, 0} : integers_by_avx2(codes);
+        numbers = by_avx2(codes);
 #elif HAS_NEON
     if (isa == WITH_NEON) numbers.add_numbers = neon_add_numbers;
     if (isa == WITH_NEON_BF16) numbers.add_numbers = neon_bf16_add_numbers;

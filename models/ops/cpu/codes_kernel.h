@@ -10,7 +10,7 @@
  *              other
  *   PANELS     panels that one row is multiplied by together, where a processor reads several streams fastest
  *   PAIRS      whether the processor multiplies pairs of bfloat16: `dot_pairs` is then defined
- *   FP8_ONLY   defined where only FP8 is converted in registers
+ *   FACTOR     of the numbers that are stored, by which scales are multiplied; 1 if undefined
  *
  * and with CODE_ROWS `zeros_of`, which loads a tile's zero points; `held_of`, which loads or converts LINES(kind) lines of
  * a tile, and `words_of`, which makes one of them bfloat16; and without PAIRS `bytes_of`, which widens a line's signed
@@ -76,6 +76,9 @@ TARGET INLINE void NAME(find_factors)(const struct coded_part *part, const char 
         else
 #endif
             scales = load_scales(from, part->codes->scales);
+#ifdef FACTOR
+        scales *= FACTOR;
+#endif
         memcpy(by->scales + tile * OF_TILE, &scales, sizeof scales);
     }
 }
@@ -183,7 +186,7 @@ TARGET static void NAME(add_numbers)(const struct coded_part *part, int64_t rows
 typedef NAME(words) NAME(held)[2][OF_TILE];
 
 TARGET INLINE void NAME(hold)(int kind, const char *tile, int first, const NAME(words) *zeros, NAME(held) held) {
-#if !PAIRS && !defined FP8_ONLY
+#if !PAIRS
     if (kind == INT8) {
         for (int i = 0; i < 2 * OF_TILE; i++) {
             NAME(words) both = NAME(bytes_of)(tile + (first * OF_TILE + i) * 2 * WIDTH);
@@ -220,12 +223,10 @@ TARGET SPECIALIZED void NAME(add_groups)(const struct coded_part *part, const ch
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < groups * panels; p++)
             for (int v = 0; v < VECTORS; v++) s[r][p][v] = (NAME(floats)){0};
-#ifndef FP8_ONLY
     for (int p = 0; has_zeros && p < groups * panels; p++)
         for (int tile = 0; tile < 2; tile++)
             NAME(zeros_of)(kind, header + p % panels * apart + p / panels * of_group +
                                      PANEL * bytes_of_scale(codes->scales) + tile * LANES, zeros[p][tile]);
-#endif
     const char *ahead = header + part->distance + (groups - 1) * of_group;
     for (int64_t byte = 0; byte < groups * bytes_of_header(codes); byte += LINE, ahead += LINE)
         for (int p = 0; p < panels; p++) __builtin_prefetch(ahead + p * apart);
@@ -309,7 +310,6 @@ TARGET SPECIALIZED void NAME(add_codes)(const struct coded_part *part, int64_t r
         NAME(add_codes)(part, rows, panels, kind, has_zeros);                                        \
     }
 ADD_CODES(fp8, FP8, 0)
-#ifndef FP8_ONLY
 ADD_CODES(int4, INT4, 0)
 ADD_CODES(fp4, FP4, 0)
 ADD_CODES(int8, INT8, 0)
@@ -319,7 +319,6 @@ ADD_CODES(shifted_int8, INT8, 1)
 static codes_adder *const NAME(codes_adders)[2][4] = {
     {NAME(add_int4), NAME(add_fp4), NAME(add_int8), NAME(add_fp8)},
     {NAME(add_shifted_int4), NULL, NAME(add_shifted_int8), NULL}};
-#endif
 #undef ADD_CODES
 #undef ADD_SOME
 #endif
@@ -340,4 +339,4 @@ static codes_adder *const NAME(codes_adders)[2][4] = {
 #undef PANELS
 #undef GROUPS
 #undef PAIRS
-#undef FP8_ONLY
+#undef FACTOR

@@ -1,4 +1,5 @@
-/* Rows as integers of 16 bits times the codes of integers and of E2M1, by AVX2: see codes.h.
+/* Rows times codes by AVX2: rows as integers of 16 bits times the codes of integers and of E2M1, and one row of float32
+ * times FP8. See codes.h.
  *
  * The processor multiplies twice as many pairs of 16 bits as float32 at once, and makes 16 bits of a code by half the
  * operations. 32 inputs of a row share a power of two, by which their largest magnitude has 15 bits: values from a 128th of
@@ -273,9 +274,49 @@ ADD_CODES(add_int8, INT8, 0)
 ADD_CODES(add_shifted_int4, INT4, 1)
 ADD_CODES(add_shifted_int8, INT8, 1)
 
-struct numbers integers_by_avx2(const struct codes *codes) {
+/* A byte becomes a half float, which is 2^-8 times its number: the halves' exponents reach as far down. */
+AVX2 static void add_fp8(const struct coded_part *part, int64_t rows, int64_t panels) {
+    const int64_t of_step = bytes_of_codes(FP8), in_group = part->codes->group / DEPTH;
+    const __m256i kept = _mm256_set1_epi16((short)0xbf80);
+    const float *x = (const float *)(const void *)part->x;
+    const char *header = part->header;
+    (void)rows, (void)panels;
+    for (int64_t left = part->steps, some; left > 0; left -= some, header += bytes_of_group(part->codes)) {
+        some = min64(left, in_group);
+        __m256 s[2 * OF_TILE] = {0};
+        for (int64_t byte = 0; byte < bytes_of_header(part->codes); byte += LINE)
+            __builtin_prefetch(header + part->distance + byte);
+        const char *at = header + bytes_of_header(part->codes);
+        for (int64_t step = 0; step < some; step++, at += of_step, x += TILE)
+#pragma GCC unroll 4
+            for (int line = 0; line < DEPTH / 2; line++) {
+                __m256 even = _mm256_set1_ps(x[2 * line]), odd = _mm256_set1_ps(x[2 * line + 1]);
+                __builtin_prefetch(at + part->distance + line * LINE);
+#pragma GCC unroll 2
+                for (int tile = 0; tile < 2; tile++) {
+                    __m256i codes = load_words(at + tile * of_step / 2 + line * 2 * LANES);
+                    /* The sign is copied into the bit below it, which is then cleared. */
+                    __m256i low = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 1), kept);
+                    __m256i high = _mm256_and_si256(_mm256_srai_epi16(codes, 1), kept);
+                    __m256 *sum = s + tile * OF_TILE;
+                    sum[0] = _mm256_fmadd_ps(even, _mm256_cvtph_ps(_mm256_castsi256_si128(low)), sum[0]);
+                    sum[1] = _mm256_fmadd_ps(even, _mm256_cvtph_ps(_mm256_extracti128_si256(low, 1)), sum[1]);
+                    sum[0] = _mm256_fmadd_ps(odd, _mm256_cvtph_ps(_mm256_castsi256_si128(high)), sum[0]);
+                    sum[1] = _mm256_fmadd_ps(odd, _mm256_cvtph_ps(_mm256_extracti128_si256(high, 1)), sum[1]);
+                }
+            }
+        for (int v = 0; v < 2 * OF_TILE; v++) {
+            __m256 by = _mm256_mul_ps(scales_from(part->codes, header, v * 8), _mm256_set1_ps(FP8_FACTOR));
+            add_group(s[v], by, part->sums + v * 8);
+        }
+    }
+}
+
+struct numbers by_avx2(const struct codes *codes) {
     /* [whether zero points are stored][kind] */
     static codes_adder *const adders[2][3] = {{add_int4, add_fp4, add_int8}, {add_shifted_int4, NULL, add_shifted_int8}};
+    if (codes->code_kind == FP8)
+        return (struct numbers){.add_codes = add_fp8, .code_rows = 1, .panels = 1, .add_numbers = avx2_add_numbers};
     return (struct numbers){.are_integers = 1,
                             .add_codes = adders[codes->has_zeros][codes->code_kind],
                             .code_rows = 1,
