@@ -180,23 +180,21 @@ class LayerInputsBody(DecoderBody):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, scale=_root(size), parallel=parallel)
         self.num_layers = config.num_hidden_layers
         self.own_size = fields.integer("hidden_size_per_layer_input", minimum=0)
-        self.num_own_tokens = config.vocab_size
-        """Number of token ids with per-layer inputs; other ids use those of token 0."""
         if self.own_size:
-            self.num_own_tokens = fields.integer("vocab_size_per_layer_input")
             self.embed_tokens_per_layer = VocabParallelEmbedding(
-                self.num_own_tokens, self.num_layers * self.own_size, scale=_root(self.own_size), parallel=parallel
+                fields.integer("vocab_size_per_layer_input"),
+                self.num_layers * self.own_size,
+                scale=_root(self.own_size),
+                num_ids=config.vocab_size,
+                parallel=parallel,
             )
             self.per_layer_model_projection = ColumnParallelLinear(size, self.num_layers * self.own_size)
             # The projection's scale, 1 / sqrt(hidden_size), is cancelled by the norm except in its epsilon.
             self.per_layer_projection_norm = RMSNorm(self.own_size, config.rms_norm_eps * size)
-        self.vocab_size = config.vocab_size
 
     def own_inputs(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """Compute the per-layer inputs from token ids and embeddings. # -> [tokens, layers, own_size]"""
         shape = len(input_ids), self.num_layers, self.own_size
-        if self.num_own_tokens < self.vocab_size:
-            input_ids = input_ids.masked_fill(input_ids >= self.num_own_tokens, 0)
         of_token = self.embed_tokens_per_layer(input_ids).view(shape)
         projected = self.per_layer_model_projection(embedded).view(shape)
         return self.per_layer_projection_norm.norm_add(projected, of_token, 2**-0.5)

@@ -355,14 +355,22 @@ class VocabParallelEmbedding(nn.Module):
     """Token embedding, sharded evenly over the ranks by rows of the vocabulary; rows past its end are zero."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, parallel: TensorParallel = SINGLE_RANK
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        scale: float = 1.0,
+        num_ids: int = 0,
+        parallel: TensorParallel = SINGLE_RANK,
     ) -> None:
-        """`scale` multiplies the rows when they are read."""
+        """`scale` multiplies the rows when they are read. `num_ids`: number of token ids, of which those past the
+        checkpoint's rows have row 0."""
         super().__init__()
         self.scale = scale
         self.vocab_size = vocab_size
+        self.has_more_ids = num_ids > vocab_size
         self.parallel = parallel
-        self.num_rows = -(-vocab_size // parallel.size)
+        self.num_rows = -(-max(num_ids, vocab_size) // parallel.size)
         self.first_row = parallel.rank * self.num_rows
         # Rounding errors of the embedding and the head affect the logits directly, so 4 bits are too few.
         self.weight = empty_parameter(
@@ -379,7 +387,8 @@ class VocabParallelEmbedding(nn.Module):
         require_shape(loaded, (self.vocab_size, parameter.shape[1]))
         part = loaded[self.first_row : self.first_row + self.num_rows]
         fill_rows(parameter, 0, part)
-        fill_rows(parameter, len(part), part.new_zeros(self.num_rows - len(part), part.shape[1]))
+        other = loaded[:1] if self.has_more_ids else part.new_zeros(1, part.shape[1])
+        fill_rows(parameter, len(part), other.repeat(self.num_rows - len(part), 1))
 
 
 class ParallelLMHead(VocabParallelEmbedding):

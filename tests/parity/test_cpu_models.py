@@ -240,13 +240,14 @@ def assert_independent(checkpoint: Path, *, is_one_call: bool = True) -> None:
         ("DeepseekV3ForCausalLM", {"kv_lora_rank": 20, "moe_intermediate_size": 36}),
         ("FalconH1ForCausalLM", {"head_dim": 12, "num_attention_heads": 9, "num_key_value_heads": 3}),
         ("Glm5NextForCausalLM", {"kv_lora_rank": 20, "index_head_dim": 12}),
+        ("Gemma4ForCausalLM", {"vocab_size": 515}),
         ("DeepseekV4ForCausalLM", {"o_lora_rank": 20, "q_lora_rank": 36, "index_head_dim": 20}),
     ],
 )
 def test_sizes_that_are_no_multiples_are_computed_by_operators(
     architecture: str, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Heads and index heads of any size, latents of any rank, experts of any size."""
+    """Heads and index heads of any size, latents of any rank, experts of any size, tokens without layers' inputs."""
     first = next(each for each in all_variants() if each.architecture == architecture)
     checkpoint = make_checkpoint(tmp_path, first.family, dtype=torch.bfloat16, **(_fields(first) | sizes))
     assert_independent(checkpoint)
