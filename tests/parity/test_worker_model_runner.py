@@ -16,6 +16,7 @@ from engine.runner.start import measure_kv_cache, run_worst_case
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.demo import CHECKPOINT_DIR
+from models.ops.cpu.runtime import load_library
 from tests.parity.runners import load, rebuilt
 from tests.sweeps import sweep
 
@@ -237,6 +238,7 @@ def test_the_cache_size_is_counted_in_blocks_of_all_layers(checkpoint):
     assert measure_kv_cache(dataclasses.replace(runner.loaded, config=config)).num_blocks == 100
 
 
+@pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
 @pytest.mark.parametrize("drafts", [None, SpeculativeConfig(speculative_method="eagle")])
 def test_a_step_paused_for_another_gives_what_both_give_alone(drafts):
     """In bfloat16, with a recorded pass of the compiled operators, seeded sampling and log probabilities.
@@ -282,6 +284,7 @@ def test_a_step_paused_for_another_gives_what_both_give_alone(drafts):
     assert run(interposed=True) == run(interposed=False)
 
 
+@pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
 def test_log_probabilities_of_a_prompt_pause_for_another_step():
     """800 tokens take 20 ms after the pass; a light owner's prompt waited for them."""
     reads = SamplingParams(temperature=0.0, prompt_logprobs=3, max_tokens=1)
@@ -316,6 +319,7 @@ def test_log_probabilities_of_a_prompt_pause_for_another_step():
     assert len(expected[0].prompt_logprobs[0]) == 299
 
 
+@pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
 def test_a_step_does_not_pause_for_an_interruption_that_was_withdrawn():
     runner = ModelRunner(load(CHECKPOINT_DIR, Config(num_kvcache_blocks=64), torch.bfloat16), 64)
     seq = Sequence([300] * 20, 16, id=0)
