@@ -189,6 +189,8 @@ _OF_THE_WHOLE = (
     "eos_token_id",
 )
 """Fields that a multimodal checkpoint may have outside `text_config`."""
+_THINKER = "thinker."
+"""Prefix of Qwen's omni models, whose other parts make sounds, for the part that reads and writes text."""
 _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
     # transformers 5 saves Kimi-K2.5 and Qianfan-OCR so, since it applies the renaming of vision layers to all modules.
@@ -213,7 +215,7 @@ def text_part(config: Fields) -> tuple[Fields, str | None]:
     if not isinstance(names, list) or len(names) != 1 or names[0] not in TEXT_PARTS:
         return config, None
     known = TEXT_PARTS[names[0]]
-    section = config.section("text_config")
+    section = (config.section("thinker_config") or config).section("text_config")
     if section is None:
         # Published Qwen2-VL checkpoints have the text part's fields at the top level.
         return config, next(iter(known.values()))
@@ -232,6 +234,7 @@ def text_part(config: Fields) -> tuple[Fields, str | None]:
 def text_name(name: str) -> str | None:
     """Map the name of a tensor or module of a multimodal checkpoint to that of a text-only one; None for other
     parts."""
+    name = name.removeprefix(_THINKER)
     for prefix, own in _TEXT_PREFIXES:
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS
 from tests.parity.foreign_models import ALSO_REFUSED, REFUSED, REFUSED_CONFIGS, SERVED
@@ -69,11 +72,24 @@ def causal_models_table() -> str:
     return _table(("Run by", "Architectures"), [(kind, ", ".join(rows[kind])) for kind in order])
 
 
+def multimodal_models_table() -> str:
+    """Every multimodal model of the installed transformers whose text part does not run by Kaon's own code."""
+    as_causal, refused = "judged as its causal model in the table of causal models", "refused"
+    rows: dict[str, set[str]] = {as_causal: set(), refused: set()}
+    by_type, causal = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    served = {*TEXT_PARTS, *ARCHITECTURES, *causal.values()}
+    for kind, names in by_type.items():
+        found = {names} if isinstance(names, str) else set(names)
+        rows[as_causal if kind in causal else refused] |= {f"`{name}`" for name in found - served}
+    return _table(("Text part", "Architectures"), [(how, ", ".join(sorted(names))) for how, names in rows.items()])
+
+
 TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         "architectures": architectures_table,
         "text parts": text_parts_table,
         "causal models": causal_models_table,
+        "multimodal models": multimodal_models_table,
         "general route": general_route_table,
     }
 )

@@ -86,6 +86,34 @@ def test_qwen2_vl_is_read_as_it_was_published(tmp_path: Path) -> None:
     assert torch.equal(PagedModel(path).logits(tokens), expected)
 
 
+@pytest.mark.parametrize(
+    ("whole", "kind", "text"),
+    [
+        ("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni_text", "Qwen2ForCausalLM"),
+        ("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe_text", "Qwen3MoeForCausalLM"),
+    ],
+)
+def test_the_thinker_of_an_omni_model_is_its_text_part(whole: str, kind: str, text: str, tmp_path: Path) -> None:
+    """The talker, which makes sounds of the thinker's text, has tensors of like names, which are not read."""
+    variant = next(each for each in all_variants() if each.architecture == text)
+    alone = make_checkpoint(tmp_path / "text", variant.family, **variant.overrides)
+    tokens = prompt(20)
+    expected = PagedModel(alone).logits(tokens)
+    wrap(alone, tmp_path / "whole", whole, kind, prefix="model.")
+    tensors = load_file(tmp_path / "whole" / "model.safetensors")
+    named = {f"thinker.{name}": tensor for name, tensor in tensors.items()}
+    named |= {f"talker.{name}": torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    save_file(named, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    thinker = {"text_config": config.pop("text_config"), "vision_config": config.pop("vision_config")}
+    talker = {"text_config": {"model_type": "qwen3_omni_moe_talker_text"}}
+    config |= {"thinker_config": thinker, "talker_config": talker}
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+    model = PagedModel(tmp_path / "whole")
+    assert model.config.architecture == text
+    assert torch.equal(model.logits(tokens), expected)
+
+
 def test_a_text_configuration_may_name_only_what_differs_from_the_default(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(
