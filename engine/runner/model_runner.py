@@ -13,6 +13,7 @@ from a pass's hidden states, and `StepDrafts` drafts after a step.
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,7 +125,9 @@ class ModelRunner:
         self._is_dummy_run = False
         self._on_pause: Callable[[], object] | None = None
         """Called when the running step is interrupted; None where it cannot be."""
-        self._is_interrupted = False
+        self._is_interrupted, self._interrupting = False, threading.Lock()
+        """Whether the step was interrupted since its last pause, and a lock under which this and the operators' flag
+        change together."""
         self._num_blocks = num_blocks
         self.program: Program | None = None
         """The model's pass as one call; None where it runs operator by operator."""
@@ -298,14 +301,16 @@ class ModelRunner:
     def interrupt(self) -> None:
         """Pause the step that runs `forward_with_pauses`, or the next that does. Called in any thread."""
         assert self.loaded.operators is not None, "steps that pause are run by the operators"
-        self._is_interrupted = True
-        self.loaded.operators.interrupt()
+        with self._interrupting:
+            self._is_interrupted = True
+            self.loaded.operators.interrupt()
 
     def withdraw_interruption(self) -> None:
         """Do not pause the next step for an `interrupt` after which no step has paused."""
         assert self.loaded.operators is not None, "steps that pause are run by the operators"
-        self._is_interrupted = False
-        self.loaded.operators.withdraw_interruption()
+        with self._interrupting:
+            self._is_interrupted = False
+            self.loaded.operators.withdraw_interruption()
 
     def forward_interposed(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """As `forward`, for at most `max_interposed_tokens`, before or while a step with other rows is paused."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -329,6 +330,28 @@ def test_a_step_does_not_pause_for_an_interruption_that_was_withdrawn():
     runner.withdraw_interruption()
     runner.forward_with_pauses(batch_of([seq], new=True), lambda: pauses.append(None))
     assert not pauses
+
+
+@pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
+def test_a_step_pauses_for_an_interruption_that_comes_while_another_is_withdrawn(monkeypatch: pytest.MonkeyPatch):
+    runner = ModelRunner(load(CHECKPOINT_DIR, Config(num_kvcache_blocks=64), torch.bfloat16), 64)
+    seq = Sequence([300] * 20, 16, id=0)
+    seq.slot, seq.block_table = 0, list(range(10))
+    operators = runner.loaded.operators
+    assert operators is not None
+    withdraw, arriving = operators.withdraw_interruption, Thread(target=runner.interrupt)
+
+    def withdraw_late() -> None:
+        arriving.start()
+        arriving.join(0.1)
+        withdraw()
+
+    monkeypatch.setattr(operators, "withdraw_interruption", withdraw_late)
+    runner.withdraw_interruption()
+    arriving.join()
+    pauses: list[None] = []
+    runner.forward_with_pauses(batch_of([seq], new=True), lambda: pauses.append(None))
+    assert len(pauses) == 1
 
 
 def batch_of(seqs: list[Sequence], *, new: bool) -> ScheduledBatch:
