@@ -352,7 +352,7 @@ class RowParallelLinear(ParallelLinear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding, sharded evenly over the ranks by rows of the vocabulary; rows past its end are zero."""
+    """Token embedding, sharded by rows of the vocabulary: each rank has equally many, the last ones with padding."""
 
     def __init__(
         self,
@@ -363,8 +363,8 @@ class VocabParallelEmbedding(nn.Module):
         num_ids: int = 0,
         parallel: TensorParallel = SINGLE_RANK,
     ) -> None:
-        """`scale` multiplies the rows when they are read. `num_ids`: number of token ids, of which those past the
-        checkpoint's rows have row 0."""
+        """`scale` multiplies the rows when they are read. `num_ids`: number of token ids; those past the checkpoint's
+        rows have a copy of row 0, as padding then has too. Other padding is zero."""
         super().__init__()
         self.scale = scale
         self.vocab_size = vocab_size
