@@ -153,6 +153,8 @@ class StepCosts:
         """Costs of drafting for each number of rows, by depth."""
         self._rows: list[int] = []
         """Its keys, in ascending order."""
+        self._drafted: dict[int, int] = {}
+        """The last step in which so many rows drafted, on the host or on the device, by size."""
         self._num_steps = 0
         self._prompts, self._has_plain_prompts = _Means(), False
         """Costs of prompts by their tokens in a step, and whether they were measured in steps without drafts."""
@@ -162,9 +164,11 @@ class StepCosts:
         self._num_steps += 1
         self._steps.note(_size(num_tokens), seconds, self._num_steps)
 
-    def note_drafting_step(self, num_tokens: int, seconds: float) -> None:
-        """As `note_step`, for a step including the drafting that the device did before the step was read."""
+    def note_drafting_step(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """As `note_step`, for a step including the drafting for `num_rows` rows that the device did before the step
+        was read."""
         self._num_steps += 1
+        self._drafted[_size(num_rows)] = self._num_steps
         self._drafting_steps.note(_size(num_tokens), seconds, self._num_steps)
 
     def note_drafting(self, work: DraftWork) -> None:
@@ -175,6 +179,7 @@ class StepCosts:
         if size not in self._drafting:
             self._drafting[size] = _Means()
             insort(self._rows, size)
+        self._drafted[size] = self._num_steps
         self._drafting[size].note(work.depth, work.seconds, self._num_steps)
 
     def is_recent(self, num_tokens: int) -> bool:
@@ -203,13 +208,14 @@ class StepCosts:
         """Expected seconds to add to `with_drafting` for sizes above the largest measured ones, so that they need not
         be tried where they take long."""
         drafting = self.drafting(num_rows, depth)
-        more = drafting * (num_rows / self.most_drafting_rows - 1.0) if drafting else 0.0
+        more = drafting * (num_rows / self._rows[-1] - 1.0) if drafting else 0.0
         return self._steps.beyond(_size(num_tokens), self._since) + max(0.0, more)
 
     @property
     def most_drafting_rows(self) -> int:
-        """The most rows of which drafting was measured; 0 without measurements."""
-        return self._rows[-1] if self._rows else 0
+        """The most rows of which drafting was measured recently, alone or with its step; 0 without measurements."""
+        since = self._since
+        return max((size for size, step in self._drafted.items() if step >= since), default=0)
 
     def note_prompts(self, num_decoded: int, num_tokens: int, seconds: float, *, is_plain: bool) -> None:
         """Record the duration of a step with `num_tokens` of prompts next to `num_decoded` of decodes.
@@ -605,7 +611,8 @@ class DraftPlan:
             seconds_of_model = seconds - draft_seconds
             self.costs.note_prompts(num_rows + num_drafts, num_prompt_tokens, seconds_of_model, is_plain=is_plain)
         elif has_drafted:
-            self.costs.note_drafting_step(batch.total_tokens_num, seconds / num_rounds)
+            num_drafting = sum(map(bool, batch.num_next_drafts))
+            self.costs.note_drafting_step(batch.total_tokens_num, num_drafting, seconds / num_rounds)
         elif num_drafts or not takes_part:
             self.costs.note_step(batch.total_tokens_num, seconds / num_rounds - draft_seconds)
         if self._by_model and is_plain is not self.gate.is_open:

@@ -563,13 +563,25 @@ def test_drafting_on_the_device_is_no_part_of_what_a_plain_step_costs() -> None:
     costs = StepCosts()
     costs.note_step(1, 0.010)
     for num_tokens in (4, 8):
-        costs.note_drafting_step(num_tokens, 0.015)
+        costs.note_drafting_step(num_tokens, 1, 0.015)
     assert costs.with_drafting(4, 1, 3) == 0.015
     assert costs.step(4) == 0.010
     costs = StepCosts()
     costs.note_step(1, 0.010)
     costs.note_drafting(DraftWork(0.002, 1, 3))
     assert costs.with_drafting(4, 1, 3) == pytest.approx(0.012)
+
+
+def test_after_a_device_has_drafted_for_few_rows_it_drafts_for_all() -> None:
+    """Its drafting is measured with the whole step only."""
+    plan = DraftPlan(3, by_model=True)
+    plan.gate.reject()
+    for _ in range(16):
+        plan.note_step(step_of(64), 0.010, 64)
+    assert plan.gate.is_trying
+    assert plan.most_rows(64) == 8
+    plan.note_step(step_of(64, (), [3] * 8 + [0] * 56), 0.012, 64, has_drafted=True)
+    assert plan.most_rows(64) == 64
 
 
 class Streams:
