@@ -127,7 +127,10 @@ class _Means:
         return _between(self._sizes, size, lambda known: self._known(known, since))
 
     def beyond(self, size: int, since: int) -> float:
-        """Expected seconds by which a size takes longer than the largest measured one, at most in proportion."""
+        """Expected seconds by which a size takes longer than the largest measured one, 0 for smaller sizes.
+
+        They grow from the largest size on as they grow below it, but at most in proportion to the size.
+        """
         seconds = self.at(size, since)
         if seconds is None or size <= (largest := self._sizes[-1]):
             return 0.0
@@ -205,11 +208,16 @@ class StepCosts:
         return _between(self._rows, _size(num_rows), lambda rows: self._drafting_of(rows, depth, since)) or 0.0
 
     def beyond(self, num_tokens: int, num_rows: int, depth: int) -> float:
-        """Expected seconds to add to `with_drafting` for sizes above the largest measured ones, so that they need not
-        be tried where they take long."""
+        """Expected seconds to add to `with_drafting`, which counts sizes above the largest measured one as that.
+
+        With them, a try of a size that was never measured is not planned if it would be too slow.
+        """
+        size, since = _size(num_tokens), self._since
+        if self._drafting_steps.at(size, since) is not None:
+            return self._drafting_steps.beyond(size, since)
         drafting = self.drafting(num_rows, depth)
         more = drafting * (num_rows / self._rows[-1] - 1.0) if drafting else 0.0
-        return self._steps.beyond(_size(num_tokens), self._since) + max(0.0, more)
+        return self._steps.beyond(size, since) + max(0.0, more)
 
     @property
     def most_drafting_rows(self) -> int:
@@ -429,8 +437,12 @@ class DraftGate:
         self._begin()
 
     def review(self, num_rows: int, *, is_gain_expected: bool, may_pay: bool = True) -> None:
-        """End a block with drafts early, unless it is a try, where it loses as expected, or where the last plain block
-        had far fewer rows and drafts lost much with so many before, or may not pay and have not gained with them."""
+        """End a block with drafts early if drafts are likely to lose with `num_rows`, unless the block is a try.
+
+        This is so in two cases. The last plain block had far fewer rows, and with so many drafts lost much before, or
+        have not gained yet and, by `may_pay`, would not pay even if they were accepted. Or the plan expects no gain,
+        and the block has lost.
+        """
         if not self.is_open or self.is_trying:
             return
         size = _power(num_rows)

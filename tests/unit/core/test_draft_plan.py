@@ -572,6 +572,17 @@ def test_drafting_on_the_device_is_no_part_of_what_a_plain_step_costs() -> None:
     assert costs.with_drafting(4, 1, 3) == pytest.approx(0.012)
 
 
+def test_what_a_device_takes_for_larger_steps_is_not_expected_from_plain_ones() -> None:
+    """Plain steps of few rows take longer with each row, and those of many rows that verify drafts hardly longer."""
+    costs = StepCosts()
+    for num_rows in (8, 16, 32, 48, 64):
+        costs.note_step(num_rows, 0.0001 * num_rows)
+    for num_tokens, seconds in ((64, 0.0080), (96, 0.0081), (128, 0.0082)):
+        costs.note_drafting_step(num_tokens, 64, seconds)
+    assert costs.beyond(128, 64, 1) == 0.0, "it was measured"
+    assert costs.beyond(256, 64, 3) == pytest.approx(0.0004)
+
+
 def test_after_a_device_has_drafted_for_few_rows_it_drafts_for_all() -> None:
     """Its drafting is measured with the whole step only."""
     plan = DraftPlan(3, by_model=True)
