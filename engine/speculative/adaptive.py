@@ -9,6 +9,7 @@ A model that drafts also takes part in steps without drafts and computes prompts
 decided by `DraftGate`, which compares the pace of whole blocks of steps with the drafter and without.
 """
 
+import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
@@ -33,6 +34,8 @@ _TRYING_ROWS = 8
 """The most sequences of a try where a model drafts."""
 _FIRST_SHARE = 8
 """One in so many sequences, but at least `_TRYING_ROWS`, drafts with a model until costs of that are known."""
+_FIRST_MEASURED = 0.75
+"""Share of these sequences with which their costs are known: a drafter may find nothing for some of them."""
 _CLEARLY_SMALLER = 0.75
 """Size relative to the largest measured one from which costs of larger sizes are extrapolated."""
 _RATE_IN_TRIES = 0.9
@@ -557,7 +560,7 @@ class DraftPlan:
         self._try_credit, self._try_share = 0.0, _TRIES
         """Time that may be spent on tries, in plain steps, and the amount that each step adds to it."""
         self._has_few_rows = False
-        """Whether few rows drafted in the last step, because costs of drafting for more were not known."""
+        """Whether `limit_rows` let only few rows draft in the last step."""
         self._num_tries = 0
         self._trying: set[int] = set()
         """Sequences without drafts that try some in the next step."""
@@ -590,14 +593,20 @@ class DraftPlan:
         limit = self._first_limit if record is None else record.limit
         return max(limit, self._try_depth) if self.gate.is_trying else limit
 
-    def most_rows(self, num_rows: int) -> int:
-        """The most rows of a step with `num_rows` after which a model may draft: few until costs of that are known,
-        since a step of many could lose more than tries may."""
-        few = max(_TRYING_ROWS, num_rows // _FIRST_SHARE)
-        self._has_few_rows = num_rows > few and (
-            self.gate.needs_plain_steps or self.costs.most_drafting_rows < _size(few)
+    def limit_rows(self, limits: list[int]) -> list[int]:
+        """Set to 0 what is too much in `limits`, the most drafts of each row that a model may make after a step.
+
+        Until costs of drafting for many rows are known, the first few rows that may draft keep their limits: a step
+        of many could lose more than tries may.
+        """
+        few = max(_TRYING_ROWS, len(limits) // _FIRST_SHARE)
+        self._has_few_rows = len(limits) - limits.count(0) > few and (
+            self.gate.needs_plain_steps or self.costs.most_drafting_rows < _FIRST_MEASURED * few
         )
-        return few if self._has_few_rows else num_rows
+        if not self._has_few_rows:
+            return limits
+        numbers = itertools.accumulate(map(bool, limits))
+        return [limit if number <= few else 0 for limit, number in zip(limits, numbers, strict=True)]
 
     def note_step(
         self,

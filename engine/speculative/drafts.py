@@ -179,8 +179,7 @@ class Drafts:
             limits = [0] * num_decodes + [self._next_limit(seq) for seq in islice(seqs, num_decodes, None)]
         else:
             limits = [self._next_limit(seq) for seq in seqs]
-        most = self.plan.most_rows(len(limits))
-        return limits[:most] + [0] * (len(limits) - most)
+        return self.plan.limit_rows(limits)
 
     def num_next_interposed(self, num_rows: int) -> list[int] | None:
         """As `num_next`, for the prompts of an interposed step, whose sequences draft from their next step on."""

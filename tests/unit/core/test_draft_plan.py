@@ -590,9 +590,21 @@ def test_after_a_device_has_drafted_for_few_rows_it_drafts_for_all() -> None:
     for _ in range(16):
         plan.note_step(step_of(64), 0.010, 64)
     assert plan.gate.is_trying
-    assert plan.most_rows(64) == 8
-    plan.note_step(step_of(64, (), [3] * 8 + [0] * 56), 0.012, 64, has_drafted=True)
-    assert plan.most_rows(64) == 64
+    limits = plan.limit_rows([3] * 64)
+    assert limits == [3] * 8 + [0] * 56
+    plan.note_step(step_of(64, (), limits), 0.012, 64, has_drafted=True)
+    assert plan.limit_rows([3] * 64) == [3] * 64
+
+
+def test_rows_that_draft_nothing_do_not_keep_others_from_drafting() -> None:
+    """A grammar, or a low acceptance rate, may leave rows without drafts while they live."""
+    plan, wanted = DraftPlan(3, by_model=True), [0, 3, 0, 1] * 32
+    assert plan.limit_rows(wanted) == [0, 3, 0, 1] * 8 + [0] * 96
+    plan.gate.needs_plain_steps = False
+    plan.costs.note_drafting(DraftWork(0.001, 11, 3))
+    assert plan.limit_rows(wanted) == [0, 3, 0, 1] * 8 + [0] * 96
+    plan.costs.note_drafting(DraftWork(0.001, 12, 3))
+    assert plan.limit_rows(wanted) == wanted, "of the 16, four had no drafts"
 
 
 class Streams:
@@ -660,8 +672,10 @@ class Streams:
                     generated += 1 + accepted
                     if count and plan is not None:
                         plan.note(seq, count, accepted)
-                most = 0 if is_stopped or plan is None else plan.most_rows(rows + len(prompts))
-                drafts = {} if plan is None or not most else {seq.id: plan.limit(seq) for seq in running[:most]}
+                limits = [0] * (rows + len(prompts))
+                if plan is not None and not is_stopped:
+                    limits = plan.limit_rows([plan.limit(seq) for seq in running + prompts])
+                drafts = {seq.id: limit for seq, limit in zip(running, limits, strict=False)}
                 if depth := max(drafts.values(), default=0):
                     num_drafting = sum(map(bool, drafts.values()))
                     drafting += self._noisy(0.00005 + depth * (0.00002 + 0.000008 * num_drafting))
@@ -674,7 +688,7 @@ class Streams:
                 ):
                     break
             took += self._host + 0.00015
-            took += sum(self._noisy(0.0005 if rows + index < most else 0.0004) for index in range(len(prompts)))
+            took += sum(self._noisy(0.0005 if limit else 0.0004) for limit in limits[rows:])
             if plan is not None:
                 if depth:
                     plan.costs.note_drafting(DraftWork(drafting / rounds, num_drafting, depth))

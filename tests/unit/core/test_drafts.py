@@ -105,6 +105,12 @@ def test_while_drafts_do_not_pay_a_change_of_rows_ends_a_pause_without_plans(mon
     assert planned[num_plans:] == [1 + num_paused], "the steps of the pause count"
 
 
+def test_the_first_of_many_rows_to_draft_are_those_that_have_tokens_left() -> None:
+    mine, seqs = drafts(128, speculative_method="eagle", num_speculative_tokens=3), running(128)
+    seqs[0].token_limit = len(CYCLE) + 1
+    assert mine.num_next(seqs, 128) == [0] + [3] * 16 + [0] * 111
+
+
 def test_paused_steps_count_although_few_are_measured() -> None:
     mine, seqs = drafts(speculative_method="eagle"), running(2)
     plan = mine.plan
