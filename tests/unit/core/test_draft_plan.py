@@ -628,16 +628,19 @@ class Streams:
         slower: float = 1.0,
         interruptions: float = 10.0,
         room: int = ROOM,
+        on_device: bool = False,
         plan: DraftPlan | None = None,
     ) -> None:
         """`answer`: the least and most tokens of an answer. `client`: seconds between an answer's end and the next
         prompt, one after another. `host`: seconds between two steps, which `DraftPlan` sees too. `slower`: factor of
-        what a device takes. `interruptions`: their number per second. `room`: as in `DraftPlan.plan`. `plan`: that of
-        earlier streams."""
+        what a device takes. `interruptions`: their number per second. `room`: as in `DraftPlan.plan`. `on_device`:
+        a GPU drafts in the step, and its steps mostly read weights. `plan`: that of earlier streams."""
         self._plan = plan or DraftPlan(3, by_model=True) if drafts else None
         self._num_rows, self._chance, self._room = num_rows, chance, room
         self._answer, self._client, self._host = answer, client, host
         self._slower, self._arrivals = slower, [0.0] * num_rows
+        self._on_device = on_device
+        self._seconds, self._per_token = (0.005, 0.000005) if on_device else (0.0001, 0.000026)
         self._lengths: dict[int, int] = {}
         self._random, self._interruptions = random.Random(seed), random.Random(seed)
         self._num_per_second = interruptions
@@ -663,7 +666,7 @@ class Streams:
             verified = [drafts.get(seq.id, 0) for seq in running] if running else []
             while True:
                 counts = [drafts.get(seq.id, 0) for seq in running]
-                took += self._noisy(0.0001 + 0.000026 * (rows + sum(counts))) if rows else 0.0
+                took += self._noisy(self._seconds + self._per_token * (rows + sum(counts))) if rows else 0.0
                 for seq, count in zip(running, counts, strict=True):
                     accepted = 0
                     while accepted < count and self._random.random() < self._chance:
@@ -683,6 +686,7 @@ class Streams:
                 if (
                     not any(counts)
                     or prompts
+                    or self._on_device
                     or took + drafting > 0.004
                     or any(len(seq.token_ids) > self._lengths[seq.id] - 2 for seq in running)
                 ):
@@ -690,7 +694,7 @@ class Streams:
             took += self._host + 0.00015
             took += sum(self._noisy(0.0005 if limit else 0.0004) for limit in limits[rows:])
             if plan is not None:
-                if depth:
+                if depth and not self._on_device:
                     plan.costs.note_drafting(DraftWork(drafting / rounds, num_drafting, depth))
                 num_next = [] if is_stopped else [drafts.get(seq.id, 0) for seq in running + prompts]
                 step = step_of(rows, verified, num_next, prefills=len(prompts), prompts=40 * len(prompts))
@@ -702,7 +706,8 @@ class Streams:
                         generated,
                         num_rounds=rounds,
                         num_steps=num_unmeasured,
-                        draft_seconds=drafting / rounds,
+                        draft_seconds=0.0 if self._on_device else drafting / rounds,
+                        has_drafted=self._on_device and depth > 0,
                     )
                     num_unmeasured = 0
             now += took + drafting
@@ -748,6 +753,14 @@ class Streams:
 def test_a_model_never_loses_two_percent_from_the_first_second_on(num_rows: int, chance: float, least: float) -> None:
     with_drafts, without = (
         sum(Streams(num_rows, chance, seed, drafts=drafts).run(3.0) for seed in range(3)) for drafts in (True, False)
+    )
+    assert with_drafts / without > least
+
+
+@pytest.mark.parametrize(("num_rows", "chance", "least"), [(64, 0.9, 1.5), (64, 0.1, 0.98)])
+def test_a_device_drafts_for_many_rows_where_they_gain(num_rows: int, chance: float, least: float) -> None:
+    with_drafts, without = (
+        Streams(num_rows, chance, 0, drafts=drafts, on_device=True).run(5.0) for drafts in (True, False)
     )
     assert with_drafts / without > least
 
