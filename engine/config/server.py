@@ -4,6 +4,7 @@ import json
 import re
 from ipaddress import ip_network
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
@@ -190,7 +191,8 @@ class ServerConfig(Section):
     """File with the issuer's public keys, instead of a URL."""
 
     insecure_no_auth: bool = False
-    """Allow a `host` beyond loopback without API keys: everybody who reaches the port can use the model."""
+    """Allow a `host` beyond loopback without API keys: everybody who reaches the port can use the model, web pages
+    whose names resolve to this machine among them."""
 
     share_prefix_cache: bool = False
     """Share cached prefixes between API keys; usage figures and timing can then reveal how others' prompts begin."""
@@ -291,7 +293,7 @@ class ServerConfig(Section):
     @classmethod
     def _origins_are_as_browsers_send_them(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for origin in value:
-            if not _ORIGIN.fullmatch(origin):
+            if not _is_origin(origin):
                 raise ValueError(
                     f"allowed_origins is {','.join(value)}; each item must be *, null, or a scheme and a host as in "
                     "https://chat.example, in lower case, with nothing after the host but a port"
@@ -323,3 +325,12 @@ class ServerConfig(Section):
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError("allow_credentials is true, but allowed_origins is *; name the origins one by one")
         return self
+
+
+def _is_origin(value: str) -> bool:
+    """Whether a browser can send `value` as `Origin`."""
+    try:
+        urlsplit(value).port  # noqa: B018 - it raises for a port that is no number, as `urlsplit` does for bad brackets
+    except ValueError:
+        return False
+    return _ORIGIN.fullmatch(value) is not None

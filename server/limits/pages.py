@@ -6,6 +6,7 @@ rebinding) reads the answers too.
 """
 
 import ipaddress
+import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -16,8 +17,9 @@ _HARMLESS = frozenset(("GET", "HEAD", "OPTIONS"))
 """Methods that change nothing here. A page cannot read their answers."""
 
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
-"""Ends of names that no public name server answers for."""
+"""Ends of names that no name server of the internet answers for."""
 
+_NAME = re.compile(r"[a-z0-9._-]+")
 _MAX_SHOWN = 80
 
 
@@ -27,7 +29,11 @@ class PageGuard:
     def __init__(self, config: ServerConfig) -> None:
         self._is_any = "*" in config.allowed_origins
         self._allowed = frozenset(config.allowed_origins)
-        self._allowed_hosts = {urlsplit(origin).hostname for origin in config.allowed_origins}
+        self._allowed_hosts = {
+            urlsplit(origin).hostname
+            for origin in config.allowed_origins
+            if origin.startswith(("http://", "https://"))
+        }
         # Without keys, without certificates and without the flag, a server listens on loopback only.
         self._checks_hosts = not config.insecure_no_auth and config.ssl_ca_certs is None
 
@@ -46,29 +52,43 @@ class PageGuard:
                 site = value.decode("latin-1")
         if self._checks_hosts and not self._is_own(_host_name(host)):
             raise ForeignPage(
-                f"Host is {host[:_MAX_SHOWN]!r}, which any web page could resolve to this machine; a server without "
-                "API keys answers to localhost and to addresses: use one of them, name the page's origin in "
-                "--allowed-origins, set an API key, or start it with --insecure-no-auth"
+                f"Host is {host[:_MAX_SHOWN]!r}, a name that any web page could make resolve to this machine; a "
+                "server without API keys answers to localhost and to addresses. Use one of them, or set an API key"
+                + _remedy("https", _host_name(host), "a proxy's name for this server, or your own")
             )
-        if origin and method not in _HARMLESS and site != "same-origin" and not self._may_send(origin, host):
+        is_foreign = bool(origin) and site != "same-origin" and not self._may_send(origin, host)
+        if is_foreign and method not in _HARMLESS:
+            scheme, _, rest = origin.partition("://")
             raise ForeignPage(
-                f"Origin is {origin[:_MAX_SHOWN]!r}, a web page that this server does not know; without API keys only "
-                "its own pages and those of localhost may send requests: name the origin in --allowed-origins, or set "
-                "an API key"
+                f"Origin is {origin[:_MAX_SHOWN]!r}, a web page that this server does not know; without API keys "
+                "only its own pages and those of localhost may send requests. Set an API key"
+                + _remedy(scheme, rest, "a page of yours")
             )
 
     def _is_own(self, name: str) -> bool:
-        """Whether no stranger can make a name resolve to this machine, or the operator has named it."""
-        return "." not in name or _is_address(name) or name.endswith(_LOCAL_SUFFIXES) or name in self._allowed_hosts
+        """Whether no page of the internet can make a name resolve to this machine, or the operator has named it.
+
+        The resolver of a hostile local network can, for names without a dot and those of `_LOCAL_SUFFIXES`."""
+        is_local = "." not in name or name.endswith(_LOCAL_SUFFIXES)
+        return is_local or _address(name) is not None or name in self._allowed_hosts
 
     def _may_send(self, origin: str, host: str) -> bool:
         scheme, _, rest = origin.partition("://")
-        if origin in self._allowed or rest == host:
+        if origin in self._allowed:
             return True
+        if rest == host and self._is_own(_host_name(host)):
+            return True  # With another name, the page may be of a site that made its name resolve to this machine.
         if scheme not in ("http", "https"):
             return origin != "null"  # Extensions and applications, which the user installed.
         name = _host_name(rest)
-        return name == "localhost" or name.endswith(".localhost") or (_is_address(name) and _is_loopback(name))
+        return name == "localhost" or name.endswith(".localhost") or _is_this_machine(name)
+
+
+def _remedy(scheme: str, host: str, what: str) -> str:
+    """Return the end of a sentence, with the flag to set if `host` can be in one."""
+    if len(host) > _MAX_SHOWN or not _NAME.fullmatch(_host_name(host)) or scheme not in ("http", "https"):
+        return ", or name the page's origin in --allowed-origins"
+    return f"; if it is {what}, start the server with --allowed-origins {scheme}://{host}"
 
 
 def _host_name(host: str) -> str:
@@ -78,13 +98,17 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0].removesuffix(".")
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address that a name is, as IPv4 if it is one mapped to IPv6; None if it is none."""
     try:
-        ipaddress.ip_address(name)
+        address = ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+def _is_this_machine(name: str) -> bool:
+    """Whether a name is an address of loopback, or 0.0.0.0 or ::, which browsers connect to this machine."""
+    address = _address(name)
+    return address is not None and (address.is_loopback or address.is_unspecified)

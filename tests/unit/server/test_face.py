@@ -398,7 +398,18 @@ async def test_other_origins_get_no_headers() -> None:
 
 
 @pytest.mark.parametrize(
-    "origin", ["chat.example", "https://chat.example/", "https://Chat.example", "https://*.example", "https://", ""]
+    "origin",
+    [
+        "chat.example",
+        "https://chat.example/",
+        "https://Chat.example",
+        "https://*.example",
+        "https://",
+        "http://[::1",
+        "http://[abc]",
+        "http://chat.example:web",
+        "",
+    ],
 )
 def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     with pytest.raises(ValueError, match=r"allowed_origins"):
@@ -435,7 +446,7 @@ async def test_a_page_of_another_site_sends_nothing_to_a_server_without_keys(pat
         answer = await http.post(path, **body, headers=EVIL)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
         assert "https://evil.example" in answer.json()["error"]["message"]
-        assert "--allowed-origins" in answer.json()["error"]["message"]
+        assert "--allowed-origins https://evil.example" in answer.json()["error"]["message"]
         assert (await http.post(path, **body)).status_code != 403
 
 
@@ -453,6 +464,8 @@ async def test_a_page_of_another_site_sends_nothing_to_a_server_without_keys(pat
         ("http://kaon", {}, 503),  # Its own page.
         ("http://localhost:3000", {}, 503),
         ("http://[::1]:3000", {}, 503),
+        ("http://0.0.0.0:3000", {}, 503),
+        ("http://[::ffff:127.0.0.1]:3000", {}, 503),
         ("chrome-extension://abcdef", {}, 503),
     ],
 )
@@ -470,6 +483,25 @@ async def test_the_browsers_word_that_a_page_is_the_servers_own_counts_behind_a_
     assert (await client().post("/v1/completions", json=body, headers=headers)).status_code == 503
 
 
+@pytest.mark.parametrize(
+    ("host", "settings", "status"),
+    [
+        ("evil.example:8000", {"insecure_no_auth": True}, 403),
+        ("evil.example", {"ssl_ca_certs": "/authorities.pem"}, 403),
+        ("localhost:8000", {"insecure_no_auth": True}, 503),
+        ("192.168.1.2:8000", {"insecure_no_auth": True}, 503),
+        ("llm.lan", {"insecure_no_auth": True, "allowed_origins": ("http://llm.lan",)}, 503),
+    ],
+)
+async def test_a_page_whose_name_resolves_to_this_machine_sends_nothing_whatever_is_set(
+    host: str, settings: dict[str, Any], status: int
+) -> None:
+    async with client(**settings) as http:
+        body = {"model": "kaon-demo", "prompt": "x"}
+        headers = {"Host": host, "Origin": f"http://{host}"}
+        assert (await http.post("/v1/completions", json=body, headers=headers)).status_code == status
+
+
 async def test_a_page_of_another_site_with_a_key_is_served() -> None:
     body = {"model": "kaon-demo", "prompt": "x"}
     answer = await client(api_key=["sk-one"]).post("/v1/completions", json=body, headers={**KEY, **EVIL})
@@ -483,6 +515,7 @@ async def test_a_page_of_another_site_with_a_key_is_served() -> None:
         ("evil.example.", {}, 403),
         ("127.0.0.1.evil.example", {}, 403),
         ("chat.example", {"allowed_origins": ("https://chat.example",)}, 200),
+        ("obsidian.md", {"allowed_origins": ("app://obsidian.md",)}, 403),
         ("evil.example", {"insecure_no_auth": True}, 200),
         ("evil.example", {"ssl_ca_certs": "/authorities.pem"}, 200),
         ("localhost:8000", {}, 200),
@@ -501,8 +534,9 @@ async def test_a_page_whose_name_resolves_to_this_machine_reads_nothing(
         answer = await http.get("/version", headers={"Host": host})
         assert answer.status_code == status
         if status == 403:
-            assert host in answer.json()["error"]["message"]
-            assert "--insecure-no-auth" in answer.json()["error"]["message"]
+            message = answer.json()["error"]["message"]
+            assert f"--allowed-origins https://{host.partition(':')[0].removesuffix('.')}" in message
+            assert "--insecure-no-auth" not in message
         assert (await http.get("/livez", headers={"Host": host})).status_code == 200
 
 
