@@ -178,7 +178,11 @@ class NotReady(ApiError):
 
     status = 503
     code = "not_ready"
-    headers = {"Retry-After": "1"}  # noqa: RUF012
+
+    def __init__(self, message: str, *, param: str | None = None, retry_seconds: float = 1) -> None:
+        """`retry_seconds` is the time after which the client may retry."""
+        super().__init__(message, param=param)
+        self.headers = {"Retry-After": str(math.ceil(retry_seconds))}
 
 
 class ShuttingDown(NotReady):

@@ -468,6 +468,4 @@ class Models:
 
 
 def _not_loaded(entry: _Entry, seconds: float) -> NotReady:
-    error = NotReady(f"model {entry.name} cannot be loaded: {entry.frontend.why_ended}")
-    error.headers = {"Retry-After": str(math.ceil(seconds))}
-    return error
+    return NotReady(f"model {entry.name} cannot be loaded: {entry.frontend.why_ended}", retry_seconds=seconds)

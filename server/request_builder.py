@@ -430,7 +430,7 @@ async def compile_grammar(field: str, spec: GrammarSpec, frontend: Frontend, own
     except InvalidGrammar as error:
         raise BadRequest(f"{field} is refused: {error}", param=field) from error
     except CheckUnavailable as error:
-        raise NotReady(f"{field} cannot be checked now: {error}") from error
+        raise NotReady(f"{field} cannot be checked now: {error}", retry_seconds=error.retry_seconds) from error
 
 
 class TextForm(NamedTuple):
@@ -499,7 +499,8 @@ async def _grammar_with_tools(
     try:
         return await tool_grammar(answer_format, use, content, prompt_tail=prompt_tail, grammars=grammars)
     except CheckUnavailable as error:
-        raise NotReady(f"the grammar of tools or response_format cannot be checked now: {error}") from error
+        message = f"the grammar of tools or response_format cannot be checked now: {error}"
+        raise NotReady(message, retry_seconds=error.retry_seconds) from error
     except InvalidRequest as error:
         raise BadRequest(str(error), param=error.param) from error
     except ValueError as error:

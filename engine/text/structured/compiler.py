@@ -27,6 +27,9 @@ _WALL_SECONDS = 60.0
 """Wall-clock limit of a check in seconds, for machines that are too busy to give the process its CPU time. A limit of
 CPU time ends costly checks; at their low priority that takes 8 s next to two busy threads, and 30 s next to eight."""
 
+_RETRY_SECONDS = 30
+"""Time after which a check that exceeded the limit may be tried again: it takes a process from other grammars."""
+
 _TOO_DEEP = "it has too many parts, or is nested too deeply; use a simpler one"
 _TOO_COSTLY = "it is too costly to follow: checking it takes too long, or too much memory; use a simpler one"
 _VERDICTS = {
@@ -66,14 +69,15 @@ class CheckProcess:
                 if answer is not None:
                     return _lark(answer)
                 self._end()
-                if time.monotonic() - began >= _WALL_SECONDS:
-                    raise CheckUnavailable(
-                        f"this machine is too busy: the grammar was not checked within {_WALL_SECONDS:g} s; send the "
-                        "request again later"
-                    )
                 reason = _VERDICTS.get(process.returncode)
                 if reason is not None and not self._closed:
                     raise InvalidGrammar(reason)
+                if time.monotonic() - began >= _WALL_SECONDS:
+                    raise CheckUnavailable(
+                        f"this machine is too busy: the grammar was not checked within {_WALL_SECONDS:g} s; send the "
+                        "request again later",
+                        _RETRY_SECONDS,
+                    )
         raise CheckUnavailable(f"the process that checks grammars ended with exit code {process.returncode}")
 
     def close(self) -> None:

@@ -42,6 +42,11 @@ class InvalidGrammar(ValueError):
 class CheckUnavailable(RuntimeError):
     """A grammar cannot be checked now. It may be valid."""
 
+    def __init__(self, message: str, retry_seconds: int = 1) -> None:
+        """`retry_seconds` is the time after which a check may be tried again."""
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
+
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:

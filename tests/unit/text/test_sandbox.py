@@ -17,7 +17,7 @@ from engine.text.sandbox import gaps, sandbox_environment
 from engine.text.structured import compiler
 from engine.text.structured.compiler import CheckProcess
 from engine.text.structured.parser_setup import CHECK_CPU_SECONDS, CHECK_MEMORY_BYTES
-from engine.text.structured.spec import CheckUnavailable
+from engine.text.structured.spec import CheckUnavailable, InvalidGrammar
 from engine.text.template_sandbox import CPU_SECONDS, MEMORY_BYTES, render_untrusted
 
 NUMBERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
@@ -197,9 +197,28 @@ def test_a_check_that_got_no_processor_time_is_not_tried_again(monkeypatch: pyte
         assert checks._process is not None
         checks._process.send_signal(signal.SIGSTOP)
         monkeypatch.setattr(compiler, "_WALL_SECONDS", 0.1)
-        with pytest.raises(CheckUnavailable, match="too busy"):
+        with pytest.raises(CheckUnavailable, match="too busy") as refused:
             checks.check('start: "b"', ebnf=False)
+        assert refused.value.retry_seconds == 30
         assert checks._process is None
+    finally:
+        checks.close()
+
+
+def test_a_grammar_that_used_up_its_processor_time_is_refused_however_long_that_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks = CheckProcess(300, {})
+    try:
+        checks.check('start: "a"', ebnf=False)
+        assert checks._process is not None
+        checks._process.send_signal(signal.SIGPROF)
+        checks._process.wait()
+        monkeypatch.setattr(checks, "_running", lambda process=checks._process: process)
+        monkeypatch.setattr(compiler, "_exchange", lambda process, frame: None)
+        monkeypatch.setattr(compiler, "_WALL_SECONDS", 0.0)
+        with pytest.raises(InvalidGrammar, match="too costly"):
+            checks.check('start: "b"', ebnf=False)
     finally:
         checks.close()
 
