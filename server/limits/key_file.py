@@ -90,11 +90,15 @@ class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
         if len(set(names)) < len(names):
             name = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"two keys have the name {name}; names must differ")
-        by_digest = {record.digest: record.name for record in file.keys}
-        if len(by_digest) < len(names):
+        by_digest: dict[str, str] = {}
+        for record in file.keys:
             # Which record's scopes count would depend on the order, and a revoked name would leave the key in force.
-            name = next(each.name for each in file.keys if by_digest[each.digest] != each.name)
-            raise ValueError(f"{name} has the digest of another key; each key must have a record of its own")
+            first = by_digest.setdefault(record.digest, record.name)
+            if first != record.name:
+                raise ValueError(
+                    f"{first} and {record.name} have the same digest, and each key must have one record; remove one "
+                    "of the two records from the file with an editor"
+                )
         return file
 
     @classmethod

@@ -28,6 +28,9 @@ _SCHEME = b"bearer "
 _RELOAD_SECONDS = 0.5
 """Seconds between two checks whether the key file has changed. It is read again once two checks found the same state:
 a file that is being written may lack keys, or end within one."""
+_MOST_LOOKS = 6
+"""Most checks that find a change before the file is read as it is: a program that rewrites it again and again must not
+keep a revoked key in force."""
 
 
 class ApiKeys:
@@ -125,11 +128,13 @@ class ApiKeys:
         """Fetch the keys of tokens, then read the file again whenever it changes, until cancelled."""
         if self._tokens is not None:
             await self._tokens.prepare()
-        last = self._stamp
+        last, num_looks = self._stamp, 0
         while self._file is not None:
             await asyncio.sleep(_RELOAD_SECONDS)
             before, last = last, _stamp(self._file)
-            if last != self._stamp and last == before:
+            num_looks = 0 if last == self._stamp else num_looks + 1
+            if num_looks and (last == before or num_looks >= _MOST_LOOKS):
+                num_looks = 0
                 try:
                     self.reload()
                 except ValueError as error:

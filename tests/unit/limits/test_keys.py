@@ -95,6 +95,17 @@ def test_a_revoked_key_opens_nothing_and_an_empty_file_does_not_open_the_server(
     assert keys
 
 
+def test_the_refusal_of_two_records_of_one_key_names_them_and_the_remedy(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    created(capsys, "alice", "--file", str(file))
+    created(capsys, "bob", "--file", str(file))
+    digests = re.findall(r'"digest": "(\w+)"', file.read_text())
+    file.write_text(file.read_text().replace(digests[1], digests[0]))
+    with pytest.raises(ValueError, match=r"alice and bob have the same digest.*remove one of the two records"):
+        keys_of(file)
+
+
 def test_an_expired_key_is_refused_in_words(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = created(capsys, "alice", "--file", str(file), "--expires", "2020-01-01")
     with pytest.raises(InvalidApiKey, match="has expired"):
@@ -164,6 +175,22 @@ async def test_a_file_that_is_being_written_takes_no_key_away(tmp_path: Path, mo
         assert keys.owner(b"sk-f") is None
     while keys.owner(b"sk-third") is None:
         await asyncio.sleep(0)
+    watching.cancel()
+
+
+async def test_a_file_that_changes_at_each_look_is_read_nevertheless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.limits.keys._RELOAD_SECONDS", 0.0)
+    file = tmp_path / "plain"
+    file.write_text("sk-first\nsk-second\n")
+    keys = keys_of(file)
+    watching = asyncio.create_task(keys.watch())
+    for number in range(20):
+        file.write_text("sk-first\n" + "#" * number)
+        await asyncio.sleep(0)  # One look at the file.
+    assert keys.owner(b"sk-second") is None
+    assert keys.owner(b"sk-first") is not None
     watching.cancel()
 
 
