@@ -155,14 +155,15 @@ def _http_client() -> "httpx.AsyncClient":
 
 async def _download(url: str) -> bytes:
     content = b""
-    # In a thread: to read the system's authorities takes 30 ms, which streams would wait for.
-    client = await asyncio.to_thread(_http_client)
-    async with asyncio.timeout(_FETCH_SECONDS), client as http, http.stream("GET", url) as answer:
-        answer.raise_for_status()
-        async for part in answer.aiter_bytes():
-            content += part
-            if len(content) > _MAX_KEYS_BYTES:
-                raise ValueError(f"it answers with more than {_MAX_KEYS_BYTES} bytes")
+    async with asyncio.timeout(_FETCH_SECONDS):
+        # In a thread, which may have to be waited for: to read the system's authorities takes 30 ms.
+        client = await asyncio.to_thread(_http_client)
+        async with client as http, http.stream("GET", url) as answer:
+            answer.raise_for_status()
+            async for part in answer.aiter_bytes():
+                content += part
+                if len(content) > _MAX_KEYS_BYTES:
+                    raise ValueError(f"it answers with more than {_MAX_KEYS_BYTES} bytes")
     return content
 
 

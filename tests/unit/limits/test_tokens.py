@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -359,6 +360,24 @@ async def test_few_requests_wait_for_an_issuer_that_stalls_and_none_with_a_known
     await asyncio.wait(guesses)
     assert sum(isinstance(each.exception(), NotReady) for each in guesses) == 196
     assert await source.is_accepted(token(OTHER_KEY, id="new"))
+
+
+async def test_keys_are_not_waited_for_without_limit_where_all_threads_are_busy(
+    key_server: KeyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tokens, "_FETCH_SECONDS", 0.01)
+    may_end = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
+        busy = asyncio.get_running_loop().run_in_executor(None, may_end.wait)
+        try:
+            async with asyncio.timeout(10):
+                await Source(key_server).verifier.prepare()
+        finally:
+            may_end.set()
+            await busy
+    assert "cannot be fetched" in caplog.text
+    assert key_server.asked == 0
 
 
 async def test_a_verified_token_is_known_until_it_expires_or_keys_are_fetched_without_its_own(
