@@ -166,7 +166,8 @@ def run_soon_when_woken(name: str = "") -> None:
 
     Where computing threads occupy all CPUs, a woken thread waits for the end of a slice, often the next tick. From
     Linux 6.12 on, one with a short slice precedes them; other kernels ignore it. Its part of the time is unchanged.
-    Threads and processes that it starts later have the usual slices.
+    Threads and processes that it starts later have the usual slices. They would also lose a negative nice value
+    (sched(7)), so a thread that has one keeps its slices.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None:
@@ -180,6 +181,8 @@ def run_soon_when_woken(name: str = "") -> None:
             policy = os.sched_getscheduler(int(thread)) & ~os.SCHED_RESET_ON_FORK
             if policy == os.SCHED_OTHER:
                 nice = os.getpriority(os.PRIO_PROCESS, int(thread))
+                if nice < 0:
+                    continue
                 attributes = struct.pack("IIQiIQQQ", 48, policy, _RESET_ON_FORK, nice, 0, _SLICE_NANOSECONDS, 0, 0)
                 libc.syscall(number, int(thread), attributes, 0)
 

@@ -197,3 +197,14 @@ def test_a_thread_that_others_wait_for_asks_for_short_slices_for_itself_alone() 
     takes_slices = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 12)
     assert own == (100_000 if takes_slices else usual)
     assert of_child == usual == _slice()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a negative nice value needs a privilege")
+def test_processes_keep_the_negative_nice_value_that_an_operator_gave_to_the_server() -> None:
+    program = (
+        "import os, subprocess, sys; from engine.distributed.processes import run_soon_when_woken; "
+        "os.setpriority(os.PRIO_PROCESS, 0, -5); run_soon_when_woken(); "
+        "subprocess.run([sys.executable, '-c', 'import os; print(os.getpriority(os.PRIO_PROCESS, 0))'], check=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "-5\n"
