@@ -27,8 +27,11 @@ _FLUSH_SECONDS = 2.0
 
 _STDERR = 2
 
-_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-"""Control characters, which could steer a reader's terminal. Exceptions' texts and stacks quote what clients sent."""
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"} | {
+    code: f"\\u{code:04x}" for code in (*range(0x200E, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+}
+"""Characters that could steer a reader's terminal or reorder a line: control characters, and Unicode's separators of
+lines and marks of direction. Exceptions' texts and stacks quote what clients sent."""
 
 
 def configure_logging(process: str, level: str, more: str = "") -> logging.Handler:
@@ -129,6 +132,11 @@ class _LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = record.getMessage() if getattr(record, "is_bare", False) else super().format(record)
         return line.translate(_ESCAPED)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Format the line without its stack. A line break in the message must not begin what looks like a record."""
+        record.message = record.message.replace("\n", "\\n")
+        return super().formatMessage(record)
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

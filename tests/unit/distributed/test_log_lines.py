@@ -63,6 +63,20 @@ except ValueError:
     assert all(character in "\t\n" or character.isprintable() for character in stderr)
 
 
+def test_a_message_is_one_line_and_reads_from_left_to_right() -> None:
+    program = r"""
+log.warning('%s', 'no\n2026-01-01 00:00:00.000 kaon-x INFO forged\u202edegrof\u2028')
+try:
+    raise ValueError('no')
+except ValueError:
+    log.exception('two\nlines')"""
+    warning, failed, *stack = stderr_of(program).splitlines()
+    assert warning.endswith(r"no\n2026-01-01 00:00:00.000 kaon-x INFO forged\u202edegrof\u2028 [a.b]")
+    assert failed.endswith(r"two\nlines [a.b]")
+    assert stack[0] == "Traceback (most recent call last):"
+    assert stack[-1] == "ValueError: no"
+
+
 def test_a_process_ends_although_its_log_is_not_read() -> None:
     """More lines than the pipe can buffer, including its own traceback."""
     program = PREAMBLE + "[log.info('x' * 1000) for _ in range(1000)]; raise ValueError"
