@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test compiled-tests test-long test-paths chaos soak fairness fuzz conformance locks pins lint lint-style lint-types lint-docs format docs kernels bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model demo-head clean
+.PHONY: help install serve chat test compiled-tests test-long test-paths chaos kills soak fairness fuzz conformance locks pins lint lint-style lint-types lint-docs format docs kernels bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model demo-head clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -32,7 +32,7 @@ compiled-tests: $(VENV)/.installed-test
 	@$(VENV)/bin/python -m pytest --collect-only -qq >$(VENV)/collected.txt || { cat $(VENV)/collected.txt; exit 1; }
 
 test-long: $(VENV)/.installed-fuzz ## Run the tests, with the long form of those that have one, on examples drawn anew
-	@exec $(VENV)/bin/python -m pytest -n auto --dist worksteal --hypothesis-profile=anew -m "not ops" $(ARGS)
+	@exec $(VENV)/bin/python -m pytest -n auto --dist worksteal --hypothesis-profile=anew -m "not ops and not kills" $(ARGS)
 
 test-paths: $(VENV)/.installed-test ## Run the parity tests with each set of instructions that the processor has
 	@exec $(VENV)/bin/python -m tests.paths $(ARGS)
@@ -44,7 +44,10 @@ test-ops: $(VENV)/.installed-ops ## Test what deploy/ holds (apt-get install pro
 	@exec $(VENV)/bin/python -m pytest -m ops $(if $(filter tests/%,$(ARGS)),,tests/ops) $(ARGS)
 
 chaos: $(VENV)/.installed-test ## Kill, stop, overload and leave the server in every way, and show the figures
-	@exec $(VENV)/bin/python -m pytest tests/chaos -rP $(ARGS)
+	@exec $(VENV)/bin/python -m pytest -m "not kills" $(if $(filter tests/%,$(ARGS)),,tests/chaos) -rP $(ARGS)
+
+kills: $(VENV)/.installed-test ## Kill engine cores and servers under each attack and load for 40 minutes; ARGS="-k churn"
+	@exec $(VENV)/bin/python -m pytest -m kills tests/chaos -rP $(ARGS)
 
 soak: $(VENV)/.installed-test ## Injure a loaded server for 20 minutes, then compare its counters; ARGS="--minutes 1"
 	@exec $(VENV)/bin/python -m tests.chaos.soak $(ARGS)

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -81,3 +83,12 @@ def moments() -> random.Random:
     seed = random.SystemRandom().getrandbits(32)
     print(f"moments are drawn with the seed {seed}")
     return random.Random(seed)
+
+
+@pytest.fixture
+def temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of servers' temporary files; a short path, as sockets need."""
+    directory = Path(tempfile.mkdtemp(prefix="kc"))
+    monkeypatch.setenv("TMPDIR", str(directory))
+    yield directory
+    shutil.rmtree(directory)

@@ -3,6 +3,7 @@ each request ends once, and nothing leaks."""
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -16,13 +17,12 @@ from tests.chaos.edge_attacks import ATTACKS, HEAVY, KEYED_ATTACKS
 from tests.chaos.faults import ChaosServer
 from tests.chaos.heavy_loads import LOADS, sent_to
 from tests.chaos.test_edge import attack
-from tests.chaos.test_shutdown import shared_memory
 from tests.chaos.victim import read_stream
 from tests.chaos.workload import client
 from tests.e2e.kaon_server import MODEL, START_SECONDS, eventually
 
-# Twenty seconds each. The same without attacks: test_core_dies.py and test_shutdown.py.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+# Twenty seconds each, 40 minutes in all. The same without attacks: test_core_dies.py and test_shutdown.py.
+pytestmark = [pytest.mark.slow, pytest.mark.kills, pytest.mark.timeout(300)]
 
 VICTIM: dict[str, Any] = {
     "model": MODEL,
@@ -130,25 +130,49 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(_PROBE_SECONDS)
 
 
-class Probes:
-    """Answers of probes, of which some are sent while no engine core is ready."""
+class Probe(NamedTuple):
+    """An answered probe."""
 
-    def __init__(self, server: ChaosServer) -> None:
-        self._server = server
-        self.statuses: set[tuple[str, int]] = set()
-        self.longest = 0.0
-        self.number = 0
+    path: str
+    status: int
+    sent: float
+    answered: float
 
-    async def send(self) -> None:
-        async with client(self._server.url) as http:
+
+class Probes(list[Probe]):
+    """Probes that were answered, of which some were sent while no engine core was ready."""
+
+    @property
+    def longest(self) -> float:
+        return max(each.answered - each.sent for each in self)
+
+    def statuses(self, path: str) -> list[int]:
+        """The statuses of a path in order, without repetitions."""
+        return [status for status, _ in itertools.groupby(each.status for each in self if each.path == path)]
+
+    async def send(self, url: str) -> None:
+        async with client(url) as http:
             while True:
                 for path in ("/livez", "/readyz"):
-                    began = time.monotonic()
-                    with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):
-                        self.statuses.add((path, (await http.get(path)).status_code))
-                        self.longest = max(self.longest, time.monotonic() - began)
-                        self.number += 1
+                    sent = time.monotonic()
+                    # Closed to make room for the attack's connections.
+                    with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                        status = (await http.get(path)).status_code
+                        self.append(Probe(path, status, sent, time.monotonic()))
                     await asyncio.sleep(_PROBE_SECONDS)
+
+
+@contextlib.asynccontextmanager
+async def probed(server: ChaosServer) -> AsyncIterator[Probes]:
+    """Probe the server during the block. Raises the error of a probe that had no answer."""
+    probes = Probes()
+    probing = asyncio.create_task(probes.send(server.url))
+    try:
+        yield probes
+    finally:
+        probing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await probing
 
 
 async def stream_that_has_begun(server: ChaosServer) -> asyncio.Task[str]:
@@ -200,19 +224,30 @@ async def test_a_stream_is_whole_and_nothing_leaks_when_the_core_dies_under_atta
     failed = 'kaon_requests_finished_total{reason="error"}'
     await until(server.is_ready)  # Also after a test that failed.
     before, errors, restarts = Kept.of(server), server.metric(failed), server.restarts()
-    probes = Probes(server)
-    async with attacked(name, server):
-        probing = asyncio.create_task(probes.send())
+    absent_until = 0.0
+
+    def has_restarted() -> bool:
+        nonlocal absent_until
+        asked = time.monotonic()
+        if server.restarts() == restarts + 1 and server.is_ready():
+            return True
+        absent_until = asked
+        return False
+
+    async with attacked(name, server), probed(server) as probes:
         (core,) = server.cores()
         stream = await stream_that_has_begun(server)
         core.kill()
         await asyncio.sleep(_PROBE_SECONDS)
         assert not stream.done(), "the stream was over before the core was killed"
-        await until(lambda: server.restarts() == restarts + 1 and server.is_ready())
+        await until(has_restarted)
         text = await stream
-        probing.cancel()
     assert text == undisturbed
-    assert probes.statuses == {("/livez", 200), ("/readyz", 200), ("/readyz", 503)}
+    assert probes.statuses("/livez") == [200]
+    assert probes.statuses("/readyz") in ([200, 503, 200], [200, 503])  # The stream may end before the next probe.
+    noticed = next(each.answered for each in probes if each.status == 503)
+    readyz = [each for each in probes if each.path == "/readyz"]
+    assert {each.status for each in readyz if noticed < each.sent < each.answered < absent_until} <= {503}
     await asyncio.to_thread(cancel_batches, server)
     await asyncio.to_thread(server.until, server.is_idle)
     received, ended = server.balance()
@@ -224,7 +259,7 @@ async def test_a_stream_is_whole_and_nothing_leaks_when_the_core_dies_under_atta
     )
     after = Kept.of(server)
     print(
-        f"{name}: {probes.number} probes, longest {1e3 * probes.longest:.0f} ms; {received:.0f} requests received; "
+        f"{name}: {len(probes)} probes, longest {1e3 * probes.longest:.0f} ms; {received:.0f} requests received; "
         f"descriptors {before.descriptors} to {after.descriptors}, children {before.children} to {after.children}, "
         f"{before.memory / 1e6:.0f} to {after.memory / 1e6:.0f} MB",
         flush=True,
@@ -239,22 +274,25 @@ def _runs(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("name", [*ATTACKS, *KEYED_ATTACKS, *LOADS])
 async def test_nothing_remains_when_the_api_process_dies_under_attack(
-    name: str, undisturbed: str, tmp_path: Path
+    name: str, undisturbed: str, tmp_path: Path, temporary_directory: Path
 ) -> None:
     """The next server answers as the first, also if it has the files of the dead one."""
     keys = name not in ATTACKS
     with started(tmp_path, keys=keys) as server:
-        with contextlib.suppress(AssertionError):  # The attack's clients end with the server.
-            async with attacked(name, server):
-                stream = await stream_that_has_begun(server)
-                children = server.process.children(recursive=True)
-                shared = shared_memory([server.process, *children])
-                server.process.kill()
-                server.process.wait()
-                with pytest.raises(httpx.HTTPError):
-                    await stream
+        attack_of_it = attacked(name, server)
+        await attack_of_it.__aenter__()
+        try:
+            stream = await stream_that_has_begun(server)
+            children = server.process.children(recursive=True)
+            server.process.kill()
+            server.process.wait()
+            with pytest.raises(httpx.HTTPError):
+                await stream
+        finally:
+            with contextlib.suppress(AssertionError):  # The attack's clients end with the server.
+                await attack_of_it.__aexit__(None, None, None)
         eventually(lambda: not any(_runs(child) for child in children))
-        eventually(lambda: not any(Path(each).exists() for each in shared))
+        eventually(lambda: not any(temporary_directory.iterdir()))
     with started(tmp_path, keys=keys) as again:
         assert await (await stream_that_has_begun(again)) == undisturbed
         await asyncio.to_thread(cancel_batches, again)

@@ -4,10 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -81,15 +78,6 @@ def test_a_second_signal_ends_the_server_at_once(start_server: StartServer, numb
         server.process.send_signal(number)
         assert server.wait() == 0
     assert "Traceback" not in server.stderr
-
-
-@pytest.fixture
-def temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of servers' temporary files; a short path, as sockets need."""
-    directory = Path(tempfile.mkdtemp(prefix="kc"))
-    monkeypatch.setenv("TMPDIR", str(directory))
-    yield directory
-    shutil.rmtree(directory)
 
 
 def shared_memory(processes: list[psutil.Process]) -> set[str]:

@@ -46,19 +46,23 @@ async def read_stream(
     """Read one streamed completion, and assert that it is complete.
 
     `retries`: whether to send it again, as real clients do, if its connection was closed before its head was read, or
-    after a 503. `times`: a list to which the time of each part is added as it arrives.
+    after a 503. A connection that is closed later raises httpx's error. `times`: a list to which the time of each part
+    is added as it arrives.
     """
     sent, parts, times = time.monotonic(), list[bytes](), [] if times is None else times
     unavailable = (httpx.RemoteProtocolError, httpx.ReadError) if retries else ()
     while not parts:
         assert time.monotonic() - sent < START_SECONDS
-        with contextlib.suppress(*unavailable):
+        try:
             async with http.stream("POST", "/v1/completions", json=body) as response:
                 if not (retries and response.status_code == 503):
                     assert response.status_code == 200, await response.aread()
                     async for part in response.aiter_raw():
                         parts.append(part)
                         times.append(time.monotonic())
+        except unavailable:
+            if parts:
+                raise
         if not parts:
             await asyncio.sleep(_PROBE_SECONDS)
     *events, done, _ = b"".join(parts).split(b"\n\n")
