@@ -15,6 +15,7 @@ def sweep(together: int = 1, /, **axes: Sequence[Any] | Mapping[str, Any]) -> py
     """Parametrize a test by all combinations; those outside the short form's selection are slow.
 
     The selection contains every `together` values of different axes together: with 1 every value, with 2 every pair.
+    It always has the first values of all axes together, which should be the product's defaults.
     Values of a mapping are named by their keys.
     """
     named = [

@@ -136,7 +136,7 @@ def test_prompts_in_chunks_then_decodes_give_transformers_tokens(checkpoint, pro
         assert [*seq.completion_token_ids, *output.token_ids[seq.id]] == expected[i]
 
 
-@sweep(tokens_per_step=[1, 7, 16, 64, 4096], policy=["prefill_first", "mixed"])
+@sweep(tokens_per_step=[4096, 1, 7, 16, 64], policy=["prefill_first", "mixed"])
 def test_any_step_size_and_policy_gives_transformers_tokens(checkpoint, prompts, expected, policy, tokens_per_step):
     runner = runner_for(checkpoint, scheduling_policy=policy, max_num_batched_tokens=tokens_per_step)
     # With one token per step there are many steps, so a few prompts suffice.
@@ -144,7 +144,7 @@ def test_any_step_size_and_policy_gives_transformers_tokens(checkpoint, prompts,
     assert generate(runner, Scheduler(runner.config), prompts[:count]) == expected[:count]
 
 
-@sweep(block_size=[1, 16, 32], caching=[True, False])
+@sweep(block_size=[16, 1, 32], caching=[True, False])
 def test_the_prefix_cache_changes_nothing(checkpoint, prompts, expected, caching: bool, block_size: int):
     runner = runner_for(
         checkpoint,

@@ -13,6 +13,7 @@ from tests.sweeps import selection, sweep
 def test_every_so_many_values_are_together(sizes: tuple[int, ...], together: int, most: int) -> None:
     selected = selection(sizes, together)
     assert len(selected) <= most
+    assert (0,) * len(sizes) in selected
     for axes in combinations(range(len(sizes)), together):
         found = {tuple(form[axis] for axis in axes) for form in selected}
         assert found == set(product(*(range(sizes[axis]) for axis in axes)))
