@@ -50,6 +50,11 @@ def configure_logging(process: str, level: str, more: str = "") -> logging.Handl
     return handler
 
 
+def before_stack(stack: str) -> dict[str, str]:
+    """Return the `extra` of a record whose line the stack of another process follows."""
+    return {"foreign_stack": stack}
+
+
 def dropped_lines() -> int:
     """Return the number of lines that this process has dropped so far."""
     return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, LogWriter))
@@ -134,9 +139,11 @@ class _LineFormatter(logging.Formatter):
         return line.translate(_ESCAPED)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Format the line without its stack. A line break in the message must not begin what looks like a record."""
+        """Format all but the stack of an exception. A line break in the message must not begin what looks like a
+        record."""
         record.message = record.message.replace("\n", "\\n")
-        return super().formatMessage(record)
+        stack = getattr(record, "foreign_stack", "")
+        return super().formatMessage(record) + (stack and "\n" + stack)
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

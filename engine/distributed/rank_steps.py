@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batch import AppendedBlocks, PromptSpan, ScheduledBatch
+from engine.distributed.logs import before_stack
 from engine.distributed.step_transport import StepTransport
 from engine.messages import PoolingParams
 from engine.sampling_params import SamplingParams
@@ -324,7 +325,7 @@ class RankSteps:
             if failure and failure != ABORTED:
                 sentence, _, trace = failure.partition("\n")
                 if trace:
-                    logger.error("tensor-parallel rank %d raised in a step:\n%s", rank, trace)
+                    logger.error("tensor-parallel rank %d raised in a step:", rank, extra=before_stack(trace))
                 raise RankStepError(f"tensor-parallel rank {rank}: {sentence}") from None
 
 

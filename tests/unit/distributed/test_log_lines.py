@@ -12,7 +12,7 @@ import pytest
 from engine.distributed.logs import LogWriter
 
 PREAMBLE = (
-    "import logging, os; from engine.distributed.logs import BARE, configure_logging; "
+    "import logging, os; from engine.distributed.logs import BARE, before_stack, configure_logging; "
     "configure_logging('kaon-x [100%s]', 'info', ' [%(name)s]'); log = logging.getLogger('a.b'); "
 )
 
@@ -69,12 +69,15 @@ log.warning('%s', 'no\n2026-01-01 00:00:00.000 kaon-x INFO forged\u202edegrof\u2
 try:
     raise ValueError('no')
 except ValueError:
-    log.exception('two\nlines')"""
-    warning, failed, *stack = stderr_of(program).splitlines()
+    log.exception('two\nlines')
+log.error('another process:', extra=before_stack('its\nstack'))"""
+    warning, failed, *stack, other, first, second = stderr_of(program).splitlines()
     assert warning.endswith(r"no\n2026-01-01 00:00:00.000 kaon-x INFO forged\u202edegrof\u2028 [a.b]")
     assert failed.endswith(r"two\nlines [a.b]")
     assert stack[0] == "Traceback (most recent call last):"
     assert stack[-1] == "ValueError: no"
+    assert other.endswith("another process: [a.b]")
+    assert [first, second] == ["its", "stack"]
 
 
 def test_a_process_ends_although_its_log_is_not_read() -> None:
