@@ -78,7 +78,11 @@ def test_flags_are_those_of_kaon_s_commands(of_users: dict[Path, str]) -> None:
 
     def exists(flag: str) -> bool:
         positive = flag.replace("--no-", "--", 1)
-        return flag in known or positive in known or f'"{flag}"' in sources("server", "tools", "tests", "engine", "benchmarks")
+        return (
+            flag in known
+            or positive in known
+            or f'"{flag}"' in sources("server", "tools", "tests", "engine", "benchmarks")
+        )
 
     commands = {
         page: " ".join(re.findall(r"(?:^|`|\$ )kaon (?:[^\n`|]|\\\n)*", text, re.M)) for page, text in of_users.items()
