@@ -19,7 +19,7 @@ _HARMLESS = frozenset(("GET", "HEAD", "OPTIONS"))
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 """Ends of names that no name server of the internet answers for."""
 
-_NAME = re.compile(r"[a-z0-9._-]+")
+_HOST = re.compile(r"[a-z0-9._-]+(:[0-9]+)?")
 _MAX_SHOWN = 80
 
 
@@ -86,7 +86,7 @@ class PageGuard:
 
 def _remedy(scheme: str, host: str, what: str) -> str:
     """Return the end of a sentence, with the flag to set if `host` can be in one."""
-    if len(host) > _MAX_SHOWN or not _NAME.fullmatch(_host_name(host)) or scheme not in ("http", "https"):
+    if len(host) > _MAX_SHOWN or not _HOST.fullmatch(host) or scheme not in ("http", "https"):
         return ", or name the page's origin in --allowed-origins"
     return f"; if it is {what}, start the server with --allowed-origins {scheme}://{host}"
 

@@ -451,6 +451,16 @@ async def test_a_page_of_another_site_sends_nothing_to_a_server_without_keys(pat
 
 
 @pytest.mark.parametrize(
+    "origin", ["null", "https://evil.example:80 --insecure-no-auth", f"https://{'e' * 200}.example"]
+)
+async def test_a_refusal_names_no_flag_with_what_is_no_origin(origin: str) -> None:
+    answer = await client().post("/sleep", headers={"Origin": origin})
+    assert answer.status_code == 403
+    assert "--allowed-origins" in answer.json()["error"]["message"]
+    assert f"--allowed-origins {origin[:20]}" not in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("origin", "settings", "status"),
     [
         ("null", {}, 403),  # A sandboxed frame, of any site.
