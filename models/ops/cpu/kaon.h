@@ -13,7 +13,7 @@ typedef uint16_t bf16;
 #ifdef SHORT_VECTORS /* see lengths.h */
 #define LANES 8
 #else
-#define LANES 16  /* float32 of a vector; also rows and columns of an AMX tile */
+#define LANES 16  /* float32 of a vector; also rows and columns of a tile of a packed weight, as AMX has them */
 #endif
 #define DEPTH 32  /* bfloat16 of a vector: inputs that one step of a product multiplies */
 #define PANEL 32  /* outputs that a packed weight stores together */
@@ -28,7 +28,8 @@ typedef uint16_t bf16;
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Compiled for several processors, of which the dynamic linker selects one. Sums are written lane by lane, so that all
- * give the same result. */
+ * give the same result, unless a processor fuses a product with its sum, or lengths.h gives it shorter vectors: then
+ * sums over the lanes have another order. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(KAON_SANITIZE)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else

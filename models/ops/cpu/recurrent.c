@@ -75,7 +75,7 @@ CLONES static void remember(const struct short_conv *op, const struct block *blo
                   inputs ? load_some(inputs + position * op->channels + i, min64(LANES, block->count - i)) : all(0));
 }
 
-/* 16 channels of the input, rounded as it is stored. */
+/* LANES channels of the input, rounded as it is stored. */
 INLINE vector input_at(const struct short_conv *op, int64_t token, int64_t channel, int64_t width) {
     vector x = load_some(op->x + token * op->x_stride + channel, width);
     if (!op->before) return x;
