@@ -118,17 +118,20 @@ static NAME(rows_adder) *const NAME(adders)[ROWS] = {UP_TO(ROWS, ADDER)};
  * first block prefetches the next weight, of `side`; NULL: there is none. */
 static void NAME(add_blocks)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
                              int64_t ahead, int is_first, const struct side_work *side, float *sums) {
-    int64_t blocks = 0;
-    for (int64_t row = 0; row < count; row += rows_at_once(row, count, ROWS)) blocks++;
-    int64_t passes = VECTORS / VECTORS_AT_ONCE(min64(count, ROWS)); /* of a block */
-    int64_t at_once = blocks * passes == 1 ? steps : side ? NEAR_PART : NEAR;
-    if (ahead) ahead = max64(ahead, blocks * passes == 1 ? LEAST_AHEAD : at_once * STEP * (int64_t)sizeof(bf16));
+    int64_t blocks = 0, passes = 0; /* of all blocks */
+    for (int64_t row = 0, rows; row < count; row += rows, blocks++) {
+        rows = rows_at_once(row, count, ROWS);
+        passes += VECTORS / VECTORS_AT_ONCE(rows);
+    }
+    const int64_t of_first = VECTORS / VECTORS_AT_ONCE(rows_at_once(0, count, ROWS));
+    int64_t at_once = passes == 1 ? steps : side ? NEAR_PART : NEAR;
+    if (ahead) ahead = max64(ahead, passes == 1 ? LEAST_AHEAD : at_once * STEP * (int64_t)sizeof(bf16));
     for (int64_t done = 0; done < steps; done += at_once, weight += at_once * STEP) {
         int64_t some = min64(at_once, steps - done);
         struct NAME(stream) stream = {(const char *)weight + ahead, 0};
-        if (ahead) stream.lines = parts(STEP_LINES / 4, blocks * passes);
+        if (ahead) stream.lines = parts(STEP_LINES / 4, passes);
         if (side && side->lines)
-            stream = (struct NAME(stream)){side->soon + done * side->lines * LINE, parts(side->lines, 4 * passes)};
+            stream = (struct NAME(stream)){side->soon + done * side->lines * LINE, parts(side->lines, 4 * of_first)};
         for (int64_t row = 0, rows; row < count; row += rows) {
             rows = rows_at_once(row, count, ROWS);
             NAME(adders)[rows - 1](
