@@ -3,8 +3,11 @@
  *
  * The processor multiplies twice as many pairs of 16 bits as float32 at once, and makes 16 bits of a code by half the
  * operations. 32 inputs of a row share a power of two, by which their largest magnitude has 15 bits: values from a 128th of
- * it on, which have 8 bits, are exact, and smaller ones are rounded by at most 2^-16 of it. Products of these and their
- * sum are exact. A sum of a group runs over its steps in order, in float32, for any number of rows. */
+ * it on, which have 8 bits, are exact, and smaller ones are rounded by at most 2^-15 of it. bfloat16 rounded the largest
+ * one itself by up to 2^-9, before it came here. Products of these and their sum are exact. A sum of a group runs over its
+ * steps in order, in float32, for any number of rows.
+ *
+ * A row with an infinity or a NaN has only NaN as results, where float32 would also give infinities. */
 
 #include "codes.h"
 #include "vectors.h"
@@ -14,15 +17,6 @@
 #define ROWS 4
 #define OF_TILE 2 /* vectors of 8 outputs */
 #define SMALLEST 27 /* biased exponent: a step without a larger value has the power of two of 2^-100 */
-
-AVX2 INLINE __m256i load_words(const char *from) { return _mm256_loadu_si256((const void *)from); }
-
-/* A sum of which the next one begins. Integers may be added in any order, and the compiler would first compute all products
- * of an unrolled loop, more than registers hold, and then add them as a tree. */
-AVX2 INLINE __m256i in_order(__m256i sum) {
-    __asm__("" : "+x"(sum));
-    return sum;
-}
 
 /* ---- rows ---- */
 
@@ -60,7 +54,7 @@ AVX2 INLINE void integers_of(int kind, const char *from, __m256i zeros, int has_
         return;
     }
     const __m256i nibbles = _mm256_set1_epi8(15);
-    __m256i words = load_words(from), of_words[2] = {_mm256_and_si256(words, nibbles),
+    __m256i words = load_32_bytes(from), of_words[2] = {_mm256_and_si256(words, nibbles),
                                                      _mm256_and_si256(_mm256_srli_epi16(words, 4), nibbles)};
     for (int line = 0; line < 2; line++) {
         __m256i codes = of_words[line];
@@ -174,7 +168,7 @@ AVX2 SPECIALIZED void add_tile(const struct coded_part *part, const float *by, i
             for (int pair = 0; pair < DEPTH / 2; pair++, ahead += stride) {
                 __builtin_prefetch(ahead);
                 __m256i lines[OF_TILE];
-                for (int v = 0; v < OF_TILE; v++) lines[v] = load_words((const char *)(weight + (pair * OF_TILE + v) * LANES));
+                for (int v = 0; v < OF_TILE; v++) lines[v] = load_32_bytes(weight + (pair * OF_TILE + v) * LANES);
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++) {
                     __m256i both = pair_of(x + r * DEPTH + pair * 2);
@@ -294,7 +288,7 @@ AVX2 static void add_fp8(const struct coded_part *part, int64_t rows, int64_t pa
                 __builtin_prefetch(at + part->distance + line * LINE);
 #pragma GCC unroll 2
                 for (int tile = 0; tile < 2; tile++) {
-                    __m256i codes = load_words(at + tile * of_step / 2 + line * 2 * LANES);
+                    __m256i codes = load_32_bytes(at + tile * of_step / 2 + line * 2 * LANES);
                     /* The sign is copied into the bit below it, which is then cleared. */
                     __m256i low = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 1), kept);
                     __m256i high = _mm256_and_si256(_mm256_srai_epi16(codes, 1), kept);

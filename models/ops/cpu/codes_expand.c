@@ -178,6 +178,9 @@ AVX2 static void avx2_expand_fp8(const char *from, int64_t steps, const char *ze
 #define CODE_ROWS 0
 #define PAIRS 0
 #define FACTOR FP8_FACTOR
+/* As one row's sums in codes_avx2.c. */
+#define FUSED(a, b, c) \
+    ((avx2_of_fp8_floats)_mm256_fmadd_ps((__m256)((a) - (avx2_of_fp8_floats){0}), (__m256)(b), (__m256)(c)))
 #include "codes_kernel.h"
 
 void avx2_add_numbers(const struct coded_part *part, int64_t rows) { avx2_of_fp8_add_numbers(part, rows); }

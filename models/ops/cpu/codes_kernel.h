@@ -11,12 +11,17 @@
  *   PANELS     panels that one row is multiplied by together, where a processor reads several streams fastest
  *   PAIRS      whether the processor multiplies pairs of bfloat16: `dot_pairs` is then defined
  *   FACTOR     of the numbers that are stored, by which scales are multiplied; 1 if undefined
+ *   FUSED(a, b, c)  a * b + c, rounded once, of a vector or number and two vectors, where sums of another file must have
+ *                   the same bits; if undefined, the compiler decides
  *
  * and with CODE_ROWS `zeros_of`, which loads a tile's zero points; `held_of`, which loads or converts LINES(kind) lines of
  * a tile, and `words_of`, which makes one of them bfloat16; and without PAIRS `bytes_of`, which widens a line's signed
  * bytes to 16 bits, and `less`, which subtracts such. Each group's sum begins with 0 and runs over its inputs in order,
  * for any number of rows. */
 
+#ifndef FUSED
+#define FUSED(a, b, c) ((c) + (a) * (b))
+#endif
 #define VECTORS (PANEL / WIDTH) /* of a panel's sums */
 #define OF_TILE (LANES / WIDTH)
 #define AT_ONCE 2 /* vectors of a panel's sums that stored numbers are added to */
@@ -54,8 +59,8 @@ TARGET INLINE NAME(floats) NAME(add_pair)(NAME(floats) sum, const char *x, int r
     return NAME(dot_pairs)(sum, both, line);
 #else
     const float *xs = (const float *)(const void *)x;
-    sum += xs[0] * line.even;
-    return sum + xs[1] * line.odd;
+    sum = FUSED(xs[0], line.even, sum);
+    return FUSED(xs[1], line.odd, sum);
 #endif
 }
 
@@ -87,7 +92,7 @@ TARGET INLINE void NAME(find_factors)(const struct coded_part *part, const char 
 TARGET INLINE void NAME(add_scaled)(NAME(floats) scales, NAME(floats) found, float *to) {
     NAME(floats) sum;
     memcpy(&sum, to, sizeof sum);
-    sum += found * scales;
+    sum = FUSED(found, scales, sum);
     memcpy(to, &sum, sizeof sum);
 }
 
@@ -131,7 +136,7 @@ TARGET SPECIALIZED void NAME(add_outputs)(const struct coded_part *part, const s
                         memcpy(&words, line + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2, sizeof words);
                         words = odd ? words & 0xffff0000u : words << 16;
 #pragma GCC unroll 8
-                        for (int r = 0; r < rows; r++) s[r][v] += xs[r] * (NAME(floats))words;
+                        for (int r = 0; r < rows; r++) s[r][v] = FUSED(xs[r], (NAME(floats))words, s[r][v]);
                     }
                 }
 #endif
@@ -340,3 +345,4 @@ static codes_adder *const NAME(codes_adders)[2][4] = {
 #undef GROUPS
 #undef PAIRS
 #undef FACTOR
+#undef FUSED

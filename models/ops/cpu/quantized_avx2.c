@@ -14,19 +14,10 @@
 #define PART 8         /* fours of inputs: 8 * 2 * 15 * 127 is less than 2^15 */
 #define PARTS (STEP_INPUTS / FOUR / PART) /* of a step */
 
-AVX2 INLINE __m256i load_line(const char *from) { return _mm256_loadu_si256((const void *)from); }
-
 AVX2 INLINE __m256i four_of(const int8_t *x) {
     int32_t four;
     memcpy(&four, x, sizeof four);
     return _mm256_set1_epi32(four);
-}
-
-/* A sum of which the next one begins. Integers may be added in any order, and the compiler would first compute all products of
- * an unrolled loop, more than registers hold, and then add them as a tree. */
-AVX2 INLINE __m256i in_order(__m256i sum) {
-    __asm__("" : "+x"(sum));
-    return sum;
 }
 
 /* Bytes from the first vector of outputs of a tile's line to another, `v`, which may be in the second tile. */
@@ -41,7 +32,7 @@ AVX2 INLINE void add_part4(const int8_t *x, const char *tiles, __m256i i[ROWS][M
         __m256i low[MOST_VECTORS], high[MOST_VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            __m256i both = load_line(tiles + place_of(v, 4) + line * LINE);
+            __m256i both = load_32_bytes(tiles + place_of(v, 4) + line * LINE);
             low[v] = _mm256_and_si256(both, nibbles), high[v] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibbles);
         }
 #pragma GCC unroll 4
@@ -71,7 +62,7 @@ AVX2 INLINE void add_part8(const int8_t *x, const char *tiles, __m256i i[ROWS][M
         __m256i weight[MOST_VECTORS], size[MOST_VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            weight[v] = load_line(tiles + place_of(v, 8) + line * LINE);
+            weight[v] = load_32_bytes(tiles + place_of(v, 8) + line * LINE);
             size[v] = _mm256_abs_epi8(weight[v]);
         }
 #pragma GCC unroll 4

@@ -198,6 +198,17 @@ INLINE vector sigmoid_of(vector x) {
     return choose(is_shut, all(0), reciprocal_of(1.0f + exp_of(-choose(is_shut, all(-87.0f), x))));
 }
 
+#if HAS_X86
+AVX2 INLINE __m256i load_32_bytes(const void *from) { return _mm256_loadu_si256(from); }
+
+/* A sum of which the next one begins. Integers may be added in any order, and the compiler would first compute all products
+ * of an unrolled loop, more than registers hold, and then add them as a tree. */
+AVX2 INLINE __m256i in_order(__m256i sum) {
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+#endif
+
 /* Add a pair of a row's inputs times pairs of bfloat16, one of each output: `dot_pairs` of the kernels with PAIRS. */
 #if HAS_X86 && LANES == 16
 AVX512_BF16 INLINE vector pairs_dot_pairs(vector sum, uint32_t both, bits w) {
