@@ -85,6 +85,8 @@ TARGET INLINE void NAME(turn_keys)(const bf16 *keys, int64_t dim, NAME(words) pa
     pairs[3] = (NAME(words))_mm256_unpackhi_epi64(high[0], high[1]);
 }
 
+_Static_assert(FEW_COLUMNS == 4, "put_few stores vectors of four");
+
 /* Sums of 8 keys by each column, to scores by key. */
 TARGET INLINE void NAME(put_few)(const NAME(floats) sums[FEW_COLUMNS], float scores[][LANES]) {
     __m256 low0 = _mm256_unpacklo_ps((__m256)sums[0], (__m256)sums[1]);
@@ -198,6 +200,8 @@ TARGET static void NAME(fade_sums)(const struct attention *op, float *sums, floa
 }
 
 #if HAS_FEW
+_Static_assert(WIDTH == 2 * FEW_COLUMNS && CHAINS == 4, "a vector has two keys' columns, and two vectors all chains");
+
 /* Two keys' scores or weights of FEW_COLUMNS columns. */
 TARGET INLINE NAME(floats) NAME(load_two)(float from[][LANES]) {
     return (NAME(floats))_mm256_set_m128(_mm_loadu_ps(from[1]), _mm_loadu_ps(from[0]));

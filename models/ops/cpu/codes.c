@@ -1,7 +1,7 @@
 /* y = x @ weight.T + bias with a weight of codes, see codes.h.
  *
  * Few rows are multiplied by codes that are converted in registers, if the instruction set has such products, other rows by
- * a part of a panel right after its conversion to bfloat16, in the L1 cache. If numbers are scaled, many rows are
+ * a part of a panel right after its conversion to numbers, in the L1 cache. If numbers are scaled, many rows are
  * multiplied by the whole weight, which is first converted to bfloat16, like any other: `expand_codes`
  * and `coded_linear` make the same decision. */
 
@@ -17,7 +17,7 @@
 /* A thread's scratch, before staged rows. */
 struct codes_bench {
     float sums[STAGED_ROWS * PANEL], of_group[STAGED_ROWS * PANEL];
-    bf16 near[MORE_STEPS * STEP];
+    bf16 near[MORE_STEPS * STEP]; /* what `expand_steps` makes */
 };
 
 /* A thread's position. */

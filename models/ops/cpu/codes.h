@@ -11,8 +11,9 @@
  *
  * bfloat16 represents every code exactly, and also its difference from a zero point. With vectors, rows are multiplied
  * by these numbers, and the sums of each group by its scales: few operations per code, and fewer roundings than with a
- * bfloat16 weight. AVX2 multiplies integers, see codes_avx2.c. The sums of AMX are in its tiles, to which scales cannot be applied, so there a code is converted to
- * the bfloat16 nearest to its value, and products are bit for bit those of the dequantised weight. */
+ * bfloat16 weight. AVX2 multiplies integers, and rounds inputs that are far below the largest of 32: see codes_avx2.c. The
+ * sums of AMX are in its tiles, to which scales cannot be applied, so there a code is converted to the bfloat16 nearest
+ * to its value, and products are bit for bit those of the dequantised weight. */
 
 #ifndef CODES_H
 #define CODES_H
@@ -77,7 +78,8 @@ struct numbers {
     int are_integers; /* whether numbers and rows are integers of 16 bits, see codes_avx2.c */
 };
 
-/* Convert the codes of some steps of a group. `zeros`: 32 stored zero points, or NULL. */
+/* Convert the codes of some steps of a group to the numbers that rows are multiplied by. `zeros`: 32 stored zero points, or
+ * NULL. */
 typedef void code_expander(const char *from, int64_t steps, const char *zeros, bf16 *to);
 
 #if HAS_X86
@@ -92,7 +94,8 @@ void stage_integers(const bf16 values[DEPTH], int kind, int16_t *to, float *scal
 
 struct numbers numbers_of(enum isa isa, const struct codes *codes);
 
-/* Convert `steps` steps of a panel from `first` on to steps of bfloat16. */
+/* Convert `steps` steps of a panel from `first` on to steps of the numbers that `numbers_of` multiplies rows by: bfloat16,
+ * of FP8 divided by FP8_FACTOR on AVX2, or, if `are_integers`, integers of 16 bits, of FP4 doubled. */
 void expand_steps(enum isa isa, const struct codes *codes, const char *panel, int64_t first, int64_t steps, bf16 *to);
 
 /* The same as rows of outputs [steps][32][32], prefetching as many bytes from `ahead` on. For INT4 on AMX an output's
