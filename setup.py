@@ -46,7 +46,8 @@ class BuildOnSeveralCores(build_ext):
 
     def _takes(self, arguments: list[str]) -> bool:
         """Whether the compiler knows these arguments; without a compiler it does not."""
-        command = [*getattr(self.compiler, "compiler_so", ())[:1], *arguments, "-E", "-x", "c", os.devnull]
+        # All of CC: its first word may be a cache of compilers, which knows no arguments of theirs.
+        command = [*getattr(self.compiler, "compiler_so", ()), *arguments, "-E", "-x", "c", os.devnull]
         try:
             return subprocess.run(command, capture_output=True, check=False).returncode == 0
         except OSError:
