@@ -177,8 +177,8 @@ def test_inputs_are_exact_but_those_far_below_the_largest_of_32(kind: str) -> No
 def test_a_massive_activation_costs_its_neighbours_less_than_bfloat16_costs(kind: str) -> None:
     """An input of 1024, the largest number of 32 with the fewest bits for others, among 4096 of size 1.
 
-    All neighbours together lose an eighth of what a bfloat16 of that size may be rounded by; and where its weight is 0,
-    the error is less than a step of the result's bfloat16."""
+    All neighbours together lose an eighth of what a bfloat16 of that size may be rounded by; and where its weight is
+    0, the error is less than a step of the result's bfloat16."""
     rows, inputs, massive = 16, 4096, 1024.0
     codes, meant = exact_codes(kind, 40, inputs, 32)
     coded = CodedWeight(40, inputs)
