@@ -70,20 +70,20 @@ TARGET INLINE void NAME(add_steps)(const char *x, const bf16 *weight, int64_t st
                 /* Of rows and vectors of the weight the fewer are held in registers, and each of the others is used at
                  * once: otherwise six rows do not fit. */
                 NAME(floats) held[ROWS > VECTORS ? ROWS : VECTORS];
-                int holds_rows = rows < vectors;
+                const int held_rows = rows < vectors ? rows : 0, other_rows = rows - held_rows;
 #pragma GCC unroll 16
-                for (int r = 0; holds_rows && r < rows; r++) held[r] = xs[r * DEPTH] - (NAME(floats)){0};
+                for (int r = 0; r < held_rows; r++) held[r] = xs[r * DEPTH] - (NAME(floats)){0};
 #pragma GCC unroll 8
                 for (int v = 0; v < vectors; v++) {
                     NAME(words) w;
                     memcpy(&w, line + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2, sizeof w);
                     w = odd ? w & 0xffff0000u : w << 16;
-                    if (!holds_rows) held[v] = (NAME(floats))w;
+                    if (other_rows) held[v] = (NAME(floats))w;
 #pragma GCC unroll 16
-                    for (int r = 0; holds_rows && r < rows; r++) s[r][v] += held[r] * (NAME(floats))w;
+                    for (int r = 0; r < held_rows; r++) s[r][v] += held[r] * (NAME(floats))w;
                 }
 #pragma GCC unroll 16
-                for (int r = 0; !holds_rows && r < rows; r++) {
+                for (int r = 0; r < other_rows; r++) {
                     NAME(floats) one = xs[r * DEPTH] - (NAME(floats)){0};
 #pragma GCC unroll 8
                     for (int v = 0; v < vectors; v++) s[r][v] += one * held[v];
