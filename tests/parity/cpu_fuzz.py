@@ -143,6 +143,8 @@ def _coded_products(draw: random.Random, seed: int) -> None:
     coded = CodedWeight(outputs, inputs)
     coded.put_codes(0, codes)
     assert_same_products(ops.linear(x, coded), ops.linear(x, packed(meant)), x, meant)
+    found = ops.linear(x, coded, dtype=torch.float32)
+    assert torch.equal(ops.linear(x[:1], coded, dtype=torch.float32), found[:1]), "a row does not depend on others"
 
 
 def _rows(draw: random.Random, seed: int) -> None:
