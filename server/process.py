@@ -9,7 +9,6 @@ import contextlib
 import errno
 import functools
 import gc
-import ipaddress
 import json
 import logging
 import os
@@ -30,6 +29,7 @@ from engine.distributed.processes import forbid_inspection, name_process, run_so
 from engine.text.sandbox import gaps
 from server.access_log import REQUEST_ID
 from server.limits.keys import ApiKeys
+from server.limits.owners import address_of
 from server.sealing import Seal
 from server.service_manager import ServiceManager
 from server.signals import Signals, end_at_once, interrupt
@@ -241,9 +241,8 @@ def _listen(config: ServerConfig, is_keyless: bool) -> socket.socket:
 
 def is_loopback(address: str) -> bool:
     """Return whether only this machine reaches the IP address: 127.0.0.0/8, its form mapped to IPv6, and ::1."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback
+    ip = address_of(address.partition("%")[0])
+    return ip is not None and ip.is_loopback
 
 
 def _announce(names: tuple[str, ...], url: str, started: float, is_open: bool, manager: ServiceManager) -> None:

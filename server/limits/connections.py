@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple, Self
 from engine.config.server import ServerConfig
 from server.errors import ApiError
 from server.limits.accounts import Accounts
-from server.limits.owners import Owner
+from server.limits.owners import Owner, address_of
 from server.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -152,12 +152,9 @@ class ConnectionLimits(NamedTuple):
 
     def is_proxy(self, host: str | None) -> bool:
         """Whether an address may have any number of connections."""
-        try:
-            address = ipaddress.ip_address((host or "").partition("%")[0])
-        except ValueError:
+        address = address_of((host or "").partition("%")[0])
+        if address is None:
             return host is None
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped
         return any(address in network for network in self.proxies)
 
 

@@ -27,6 +27,16 @@ class Quotas(NamedTuple):
 NO_QUOTAS = Quotas()
 
 
+def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address that a text is, as IPv4 if it is one mapped to IPv6; None if it is none."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
 class Owner(NamedTuple):
     """The party that a request is accounted to: the holder of an API key or, where keys are not needed, an address."""
 
@@ -57,14 +67,11 @@ class Owner(NamedTuple):
         one party."""
         if host is None:
             return cls()
-        try:
-            address = ipaddress.ip_address(host.partition("%")[0])
-        except ValueError:
+        address = address_of(host.partition("%")[0])
+        if address is None:
             return cls(host)
         if isinstance(address, ipaddress.IPv6Address):
-            if address.ipv4_mapped is None:
-                return cls(str(ipaddress.ip_network((address, 64), strict=False)))
-            address = address.ipv4_mapped
+            return cls(str(ipaddress.ip_network((address, 64), strict=False)))
         return cls(str(address))
 
     @property

@@ -5,13 +5,13 @@ from the page. Without keys that is enough to make the server work. A page whose
 rebinding) reads the answers too.
 """
 
-import ipaddress
 import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from engine.config.server import ServerConfig
 from server.errors import ForeignPage
+from server.limits.owners import address_of
 
 _HARMLESS = frozenset(("GET", "HEAD", "OPTIONS"))
 """Methods that change nothing here. A page cannot read their answers."""
@@ -70,7 +70,7 @@ class PageGuard:
 
         The resolver of a hostile local network can, for names without a dot and those of `_LOCAL_SUFFIXES`."""
         is_local = "." not in name or name.endswith(_LOCAL_SUFFIXES)
-        return is_local or _address(name) is not None or name in self._allowed_hosts
+        return is_local or address_of(name) is not None or name in self._allowed_hosts
 
     def _may_send(self, origin: str, host: str) -> bool:
         scheme, _, rest = origin.partition("://")
@@ -98,17 +98,7 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0].removesuffix(".")
 
 
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the IP address that a name is, as IPv4 if it is one mapped to IPv6; None if it is none."""
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return mapped or address
-
-
 def _is_this_machine(name: str) -> bool:
     """Whether a name is an address of loopback, or 0.0.0.0 or ::, which browsers connect to this machine."""
-    address = _address(name)
+    address = address_of(name)
     return address is not None and (address.is_loopback or address.is_unspecified)

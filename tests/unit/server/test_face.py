@@ -434,7 +434,7 @@ EVIL = {"Origin": "https://evil.example"}
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        # A body without a type, a form and no body: browsers ask nobody before they send these.
+        # A body without a type, a form and no body: browsers send these without a preflight request.
         ("/v1/completions", {"content": b'{"model": "kaon-demo", "prompt": "x"}'}),
         ("/v1/files", {"files": {"file": b"{}"}, "data": {"purpose": "batch"}}),
         ("/sleep", {}),
