@@ -258,7 +258,7 @@ def test_reasoning_comes_back_with_its_signature() -> None:
         thinking("Hm!", signed("Hm.")),
         thinking("Hm.", signed("Hm.")[:-4] + "AAAA"),
         thinking("Hm.", "x" + signed("Hm.")[1:]),
-        thinking("Hm.", signed("Hm.")[::-1]),
+        thinking("Hm.", "z" + signed("Hm.")[::-1]),
         thinking("Hm.", sealed("Hm.")),
         thinking("Hm.", ""),
         thinking("", "\u00e9"),
