@@ -154,6 +154,7 @@ def _indexer(config: ModelConfig, name: str) -> LightningIndexer:
         num_heads=fields.integer("index_n_heads"),
         head_dim=head_dim,
         top_k=fields.integer("index_topk"),
+        max_len=config.max_model_len,
         interleaved=config.architecture == _GLM5 and fields.boolean("indexer_rope_interleave", True),
     )
 

@@ -235,6 +235,7 @@ def _attention(
             q_lora_rank=fields.integer("q_lora_rank"),
             num_heads=fields.integer("index_n_heads"),
             top_k=fields.integer("index_topk"),
+            max_len=config.max_model_len,
         )
     groups = fields.integer("o_groups")
     if config.num_attention_heads % groups:

@@ -152,6 +152,7 @@ def _indexer(config: ModelConfig, name: str) -> PoolIndexer:
         head_dim=fields.integer("index_head_dim"),
         rate=rate,
         num_pools=top_k // rate,
+        max_len=config.max_model_len,
     )
 
 

@@ -130,6 +130,7 @@ class MiniMaxM3Attention(Qwen3Attention):
             head_dim=config.head_dim,
             indexer=self.indexer,
             index_heads=slice(first, first + self.num_kv_heads),
+            max_len=config.max_model_len,
             choice=BlockChoice(fields.integer("index_block_size"), top_k, num_local),
         )
 

@@ -62,10 +62,13 @@ class BlockSparseAttention(Attention):
         indexer: BlockIndexer,
         index_heads: slice,
         choice: BlockChoice,
+        max_len: int,
     ) -> None:
-        """`indexer`: owns the index keys' cache. `index_heads`: the index heads of this rank's KV heads."""
+        """`indexer`: owns the index keys' cache. `index_heads`: the index heads of this rank's KV heads. `max_len`:
+        length of the longest sequence.
+        """
         super().__init__(layer_name, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        self.index_heads, self.choice = index_heads, choice
+        self.index_heads, self.choice, self.max_len = index_heads, choice, max_len
         # In a list, so that torch does not register the indexer as a second submodule.
         self._indexer = [indexer]
 
@@ -150,7 +153,7 @@ class BlockSparseAttention(Attention):
 
     def _runs(self, q: torch.Tensor, cache: KVCacheTensor, index_q: torch.Tensor, index_cache: VectorCache) -> bool:
         size, top_k, _ = self.choice
-        selects = selection_ops.selects_blocks(index_q, index_cache.vectors, size, top_k)
+        selects = selection_ops.selects_blocks(index_q, index_cache.vectors, size, top_k, self.max_len)
         return selects and attention_ops.supports(q, cache.k_cache, cache.v_cache)
 
     def _by_operators(

@@ -181,9 +181,11 @@ class EntryIndexer(Compressor):
         q_lora_rank: int,
         num_heads: int,
         top_k: int,
+        max_len: int,
     ) -> None:
-        """`top_k`: number of selected entries."""
+        """`top_k`: number of selected entries. `max_len`: length of the longest sequence."""
         super().__init__(layer_name, hidden_size, dim, rate, rotary, eps, overlaps=True)
+        self.most_entries = max_len // rate
         self.num_heads, self.head_dim, self.top_k = num_heads, dim, top_k
         self.scale = (num_heads * dim) ** -0.5
         self.q_b_proj = ColumnParallelLinear(q_lora_rank, num_heads * dim)
@@ -217,9 +219,11 @@ class PoolIndexer(EntryCache):
         head_dim: int,
         rate: int,
         num_pools: int,
+        max_len: int,
     ) -> None:
-        """`num_pools`: number of selected pools."""
+        """`num_pools`: number of selected pools. `max_len`: length of the longest sequence."""
         super().__init__(layer_name, head_dim, rate, overlaps=False)
+        self.most_entries = max_len // rate
         self.num_heads, self.head_dim, self.num_pools = num_heads, head_dim, num_pools
         self.scale = (num_heads * head_dim) ** -0.5
         self.wq_b = ColumnParallelLinear(q_lora_rank, num_heads * head_dim)
@@ -261,7 +265,8 @@ class PoolIndexer(EntryCache):
             chosen = choose_entries(q, own, pages, tokens, top_k=self.num_pools, rate=self.rate, block_size=block_size)
             return None if chosen is None else tokens_of_pools(chosen, tokens.seen, self.rate)
         step = metadata.step
-        if step is not None and self.runs(context) and selection_ops.selects(q, pages, self.num_pools):
+        selects = selection_ops.selects(q, pages, self.num_pools, self.most_entries)
+        if step is not None and selects and self.runs(context):
             self.update_by_operators(made, step, context)
             pools = selection_ops.select_keys(
                 q, weights, self.scale, pages, step, self.num_pools, block_size=block_size, rate=self.rate
@@ -448,7 +453,7 @@ class CompressedAttention(nn.Module):
             attends
             and all(each.runs(context) for each in self._makers)
             and all(
-                selection_ops.selects(indexed[0], _pages(context, each.entries_spec), each.top_k)
+                selection_ops.selects(indexed[0], _pages(context, each.entries_spec), each.top_k, each.most_entries)
                 for each in self._indexer
             )
         )

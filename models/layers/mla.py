@@ -43,15 +43,17 @@ class LightningIndexer(nn.Module):
         num_heads: int,
         head_dim: int,
         top_k: int,
+        max_len: int,
         interleaved: bool = False,
     ) -> None:
-        """`layer_name`: key of the indexer's cache in the forward context. `interleaved`: whether adjacent dimensions
-        are rotated as a pair; otherwise a dimension of the first half is paired with one of the second half.
+        """`layer_name`: key of the indexer's cache in the forward context. `max_len`: length of the longest sequence.
+        `interleaved`: whether adjacent dimensions are rotated as a pair; otherwise a dimension of the first half is
+        paired with one of the second half.
         """
         super().__init__()
         self.interleaved = interleaved
         self.layer_name = layer_name
-        self.num_heads, self.head_dim, self.top_k = num_heads, head_dim, top_k
+        self.num_heads, self.head_dim, self.top_k, self.max_len = num_heads, head_dim, top_k, max_len
         self.scale = (num_heads * head_dim) ** -0.5
         self.cache_spec = VectorCacheSpec(layer_name, head_dim)
         self.wq_b = ColumnParallelLinear(q_lora_rank, num_heads * head_dim)
@@ -97,7 +99,7 @@ class LightningIndexer(nn.Module):
         assert isinstance(cache, VectorCache)
         if runtime.runs(q):
             step = metadata.step
-            if step is not None and ops.selects(q, cache.vectors, self.top_k):
+            if step is not None and ops.selects(q, cache.vectors, self.top_k, self.max_len):
                 ops.rotate_heads(k[:, None], rotation, step, is_interleaved=self.interleaved, pages=cache.vectors)
                 q = ops.rotate_heads(q, rotation, is_interleaved=self.interleaved)
                 block_size = cache.vectors.shape[1]

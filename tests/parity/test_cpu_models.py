@@ -305,6 +305,28 @@ def test_a_step_is_one_call_where_docs_say_so(name: str, tmp_path: Path) -> None
 
 
 @needs_operators
+@pytest.mark.parametrize(
+    ("architecture", "candidates"),
+    [
+        ("DeepseekV32ForCausalLM", 192),
+        ("DeepseekV4ForCausalLM", 192 // 4),
+        ("Glm5NextForCausalLM", 192 // 4),
+        ("MiniMaxM3VLForCausalLM", 2 * 192 // 16),
+    ],
+)
+def test_a_limit_of_keys_is_one_of_a_sequence_and_not_of_the_cache(
+    architecture: str, candidates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache has 1024 tokens, a sequence 192."""
+    first = next(each for each in all_variants() if each.architecture == architecture)
+    path = make_checkpoint(tmp_path, first.family, dtype=torch.bfloat16, **_fields(first))
+    monkeypatch.setattr(structures, "MAX_INDEXED", candidates)
+    assert runner(path, max_model_len=192).program is not None
+    monkeypatch.setattr(structures, "MAX_INDEXED", candidates - 1)
+    assert runner(path, max_model_len=192).program is None
+
+
+@needs_operators
 def test_a_gated_feed_forward_layer_is_two_operators(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, intermediate_size=96)
     model = runner(path).model

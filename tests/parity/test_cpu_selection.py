@@ -245,13 +245,15 @@ def test_other_shapes_are_left_to_torch() -> None:
     runtime.start(1)
     q = bf16(1, 4, 64)
     keys = bf16(2, 16, 64)
-    assert ops.selects(q, keys, 5)
-    assert not ops.selects(q.float(), keys.float(), 5)
-    assert not ops.selects(bf16(1, 4, 264), bf16(2, 16, 264), 5)
-    assert not ops.selects(bf16(1, structures.INDEX_HEADS + 1, 64), keys, 5)
-    assert not ops.selects(q, torch.empty(structures.MAX_INDEXED, 2, 1, dtype=torch.bfloat16), 5)
-    assert ops.selects_blocks(q, keys, 32, 5)
-    assert not ops.selects_blocks(q, keys, 20, 5)
+    most = structures.MAX_INDEXED
+    assert ops.selects(q, keys, 5, most)
+    assert not ops.selects(q, keys, 5, most + 1)
+    assert not ops.selects(q.float(), keys.float(), 5, 32)
+    assert not ops.selects(bf16(1, 4, 264), bf16(2, 16, 264), 5, 32)
+    assert not ops.selects(bf16(1, structures.INDEX_HEADS + 1, 64), keys, 5, 32)
+    assert ops.selects_blocks(q, keys, 32, 5, most * 32 // 4)
+    assert not ops.selects_blocks(q, keys, 32, 5, most * 32 // 4 + 1)
+    assert not ops.selects_blocks(q, keys, 20, 5, 32)
 
 
 @pytest.mark.usefixtures("operators")

@@ -14,16 +14,19 @@ _UNIT = 16
 """Number of keys that the operators multiply at a time."""
 
 
-def selects(q: torch.Tensor, keys: torch.Tensor, top_k: int) -> bool:
-    """Whether `select_keys` supports these queries and cached keys. # [T, H, dim], [blocks, vectors, dim]"""
+def selects(q: torch.Tensor, keys: torch.Tensor, top_k: int, most: int) -> bool:
+    """Whether `select_keys` supports these queries and cached keys. # [T, H, dim], [blocks, vectors, dim]
+
+    `most`: number of keys of the longest sequence.
+    """
     heads, dim = q.shape[1:]
     fits = heads <= structures.INDEX_HEADS and dim <= structures.MAX_INDEX_DIM
-    return runs(q, keys) and fits and top_k > 0 and keys.shape[0] * keys.shape[1] <= structures.MAX_INDEXED
+    return runs(q, keys) and fits and top_k > 0 and most <= structures.MAX_INDEXED
 
 
-def selects_blocks(q: torch.Tensor, keys: torch.Tensor, block: int, top_k: int) -> bool:
-    """Whether `select_blocks` supports these queries, cached keys and blocks of keys."""
-    return selects(q, keys, top_k) and block % _UNIT == 0 and q.shape[1] <= block
+def selects_blocks(q: torch.Tensor, keys: torch.Tensor, block: int, top_k: int, most: int) -> bool:
+    """Whether `select_blocks` supports these queries, cached keys and blocks of keys. `most`: see `selects`."""
+    return block % _UNIT == 0 and selects(q, keys, top_k, q.shape[1] * -(-most // block))
 
 
 def rotates(x: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ MAX_LATENT_RANK, MAX_LATENT_DIM = 512, 640
 INDEX_HEADS, MAX_INDEX_DIM = 128, 256
 """Limits of an indexer's heads, and of the elements of its keys."""
 MAX_INDEXED = 1 << 20
-"""Limit of a sequence's keys in `SelectKeys`."""
+"""Limit in `SelectKeys` of a sequence's keys, or of the heads times its blocks of keys."""
 MAX_IN_FEATURES = 1 << 16
 """Limit of the inputs of a row; a thread's scratch holds sixteen rows."""
 MAX_LARGEST = 1024
