@@ -269,14 +269,20 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether the connection ends after the present answer, although its request is incomplete."""
         self._refusal: ApiError | None = None
         """The error because of which the parser was stopped."""
+        self._framing: bytes | None = None
+        """The header that says where the body ends, of a request with a body that the parser will not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app = self._answer_when_arrived
-        self.parser = HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn's.
+        self.parser = self._new_parser()
         self.flow = _Flow(transport, self._choose_reading)
         self._connection.established(transport, self._refuse_incomplete, self.abort, self._provoke_reset)
+
+    def _new_parser(self) -> HttpRequestParser:
+        parser = HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn's.
+        return parser
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -395,9 +401,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         try:
-            self.parser.feed_data(data)
-        except HttpParserUpgrade:
-            pass  # The upgrade is ignored, and the request is answered like any other.
+            self._feed(data)
         except HttpParserError:
             self._refuse_incomplete(self._refusal or BadRequest(_NO_HTTP))
             return
@@ -412,6 +416,22 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse_incomplete(
                 HeadTooLarge(f"the request's headers are too large; send at most {MAX_HEAD_BYTES} bytes")
             )
+
+    def _feed(self, data: bytes | memoryview) -> None:
+        """Parse bytes. Upgrades are ignored: a request that asks for one is answered like any other.
+
+        The parser ends such a request at its head. What follows would be lost, or a body be taken for requests.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+            if self._framing is not None:
+                framing, self._framing = self._framing, None
+                self.parser = self._new_parser()
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
 
     async def _answer_when_arrived(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application once the request has arrived, or as much of it as is buffered unread.
@@ -459,6 +479,8 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_in_body:
+            return  # Of the head in `_feed`.
         self._head_bytes = self._num_pieces = self._piece_bytes = 0
         self._is_in_body = True
         if len(self.headers) > _MAX_HEADERS:
@@ -466,6 +488,9 @@ class HttpProtocol(HttpToolsProtocol):
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if any(coding != b"chunked" for coding in codings):
             self._stop(BadRequest("the request has a Transfer-Encoding other than chunked; send chunked alone"))
+        if [name for name, _ in self.headers].count(b"host") > 1:
+            # A proxy may have checked another one than this server would (RFC 9112, section 3.2).
+            self._stop(BadRequest("the request has several Host headers; send one"))
         if codings and self.parser.get_http_version() == "1.0":
             # A proxy of HTTP/1.0 would not know where the body ends (RFC 9112, section 6.1).
             self._stop(BadRequest("the request is HTTP/1.0 with a Transfer-Encoding; send it as HTTP/1.1"))
@@ -479,6 +504,11 @@ class HttpProtocol(HttpToolsProtocol):
         if refused is not None:
             self._stop(refused)
         super().on_headers_complete()
+        if self.parser.should_upgrade():
+            # Of both headers, the parser accepts only one, once, with a number or a coding.
+            lengths = [value for name, value in self.headers if name == b"content-length" and int(value)]
+            framing = [b"Content-Length: " + length for length in lengths]
+            self._framing = b"Transfer-Encoding: chunked" if codings else next(iter(framing), None)
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -487,6 +517,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._framing is not None:
+            return
         self._head_bytes = 0
         self._is_in_body = False
         refused = self._connection.end_body()

@@ -620,6 +620,36 @@ async def test_a_transfer_coding_that_the_server_does_not_decode_is_refused() ->
 
 
 @run
+async def test_a_request_with_several_hosts_is_refused() -> None:
+    async with serving() as edge:
+        client = await edge.connect(GET.replace(b"Host: x", b"Host: x\r\nhost: x") + GET)
+        answer = await client.all()
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert (answer.count(b"HTTP/1.1"), b"several Host headers" in answer) == (1, True)
+        assert edge.application.num_requests == 0
+
+
+async def test_a_request_for_an_upgrade_keeps_its_body_and_what_follows() -> None:
+    # As Java's client asks for HTTP/2. If its body were taken for a request, it would get the next one's answer.
+    head = b"POST /body HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n%s\r\n\r\n"
+    chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(GET), GET)
+    bodies = [
+        (b"Content-Length: %d" % len(GET), GET, len(GET)),
+        (b"Transfer-Encoding: chunked", chunks, len(GET)),
+        (b"Content-Length: 0", b"", 0),
+        (b"X: y", b"", 0),
+    ]
+    for framing, body, length in bodies:
+        async with serving() as edge:
+            client = await edge.connect(head % framing)
+            await asyncio.sleep(0.01)
+            client.writer.write(body + (head % framing) + body + GET)
+            client.half_close()
+            answers = await client.all()
+            assert edge.application.paths == ["/body", "/body", "/x"]
+            assert answers.count(b"\r\n%d\r\n0\r\n\r\n" % length) == 2 + (not length)
+
+
 async def test_http_1_0_has_no_chunks_in_either_direction() -> None:
     """A proxy of HTTP/1.0 would take the bytes of a chunked body for the next request, or answer."""
     chunked = b"POST /x HTTP/1.0\r\nConnection: keep-alive\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n"
