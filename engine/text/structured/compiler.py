@@ -44,6 +44,56 @@ _VERDICTS = {
 _ATTEMPTS = 2
 """Number of attempts for a grammar, because the process may end for another reason."""
 
+_ABANDONED_SECONDS = 1.0
+"""Time after which a check for which nobody waits is ended, about what the next process takes to start: sooner, a
+client that sends cheap grammars and disconnects would cost the others more than its checks do."""
+
+
+class CheckWatch:
+    """Kills the process of one check when the check has taken too long, which is sooner once nobody waits for it."""
+
+    def __init__(self) -> None:
+        self.is_abandoned = False
+        """Whether nobody waits for the result."""
+        self._lock = threading.Lock()
+        self._kill: Callable[[], object] | None = None
+        """Kills the process; None while it does not compute this check."""
+        self._began = 0.0
+        self._timer: threading.Timer | None = None
+
+    def start(self, kill: Callable[[], object]) -> None:
+        """Begin to watch a process, which `kill` would end, until `stop`."""
+        with self._lock:
+            self._kill, self._began = kill, time.monotonic()
+            self._set_timer()
+
+    def stop(self) -> None:
+        """Let the process live: it has answered, or has ended."""
+        with self._lock:
+            self._kill = None
+            self._set_timer()
+
+    def abandon(self) -> None:
+        """Note that nobody waits for the check any more. Does not block."""
+        with self._lock:
+            self.is_abandoned = True
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._kill is not None:
+            limit = _ABANDONED_SECONDS if self.is_abandoned else _WALL_SECONDS
+            self._timer = threading.Timer(max(self._began + limit - time.monotonic(), 0.0), self._end)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._kill is not None:
+                self._kill()
+
 
 class CheckProcess:
     """The checking process. It starts at the first check, and again after a grammar has ended it.
@@ -58,26 +108,33 @@ class CheckProcess:
         self._closed = False
         self._lock = threading.Lock()
 
-    def check(self, text: str, *, ebnf: bool) -> str:
+    def check(self, text: str, watch: CheckWatch, *, ebnf: bool) -> str:
         """Check a grammar and return the Lark text to use. Blocks. Raises `InvalidGrammar` and `CheckUnavailable`."""
         frame = _frame({"text": text, "ebnf": ebnf})
         with self._lock:
             for _ in range(_ATTEMPTS):
+                if watch.is_abandoned:
+                    break
                 process = self._running()
                 began = time.monotonic()
-                answer = _exchange(process, frame)
+                answer = _exchange(process, frame, watch)
                 if answer is not None:
                     return _lark(answer)
                 self._end()
                 reason = _VERDICTS.get(process.returncode)
                 if reason is not None and not self._closed:
                     raise InvalidGrammar(reason)
+                if watch.is_abandoned and not self._closed:
+                    self._running()  # It starts before another client's check needs it.
+                    break
                 if time.monotonic() - began >= _WALL_SECONDS:
                     raise CheckUnavailable(
                         f"this machine is too busy: the grammar was not checked within {_WALL_SECONDS:g} s; send the "
                         "request again later",
                         _RETRY_SECONDS,
                     )
+        if watch.is_abandoned:
+            raise CheckUnavailable("nobody waits for the grammar any more")
         raise CheckUnavailable(f"the process that checks grammars ended with exit code {process.returncode}")
 
     def close(self) -> None:
@@ -120,11 +177,10 @@ class CheckProcess:
                 continue  # The process that would read the rest is gone.
 
 
-def _exchange(process: subprocess.Popen[bytes], frame: bytes) -> bytes | None:
+def _exchange(process: subprocess.Popen[bytes], frame: bytes, watch: CheckWatch) -> bytes | None:
     """Send a message and return the answer; None if the process ended, or exceeded the time limit."""
     assert process.stdout is not None
-    watch = threading.Timer(_WALL_SECONDS, process.kill)
-    watch.start()
+    watch.start(process.kill)
     try:
         _write(process, frame)
         head = process.stdout.read(4)
@@ -132,7 +188,7 @@ def _exchange(process: subprocess.Popen[bytes], frame: bytes) -> bytes | None:
         if not content:
             process.wait()
     finally:
-        watch.cancel()
+        watch.stop()
     return content or None
 
 
@@ -200,17 +256,17 @@ class GrammarCompiler:
             self._check_size(len(spec.value))
         return lark_of(spec)
 
-    def check(self, text: str, *, ebnf: bool = False) -> str:
+    def check(self, text: str, *, ebnf: bool = False, watch: CheckWatch | None = None) -> str:
         """As `compile`, for Lark that the server wrote around a request's schemas, or several in a JSON object.
 
-        With `ebnf`, `text` is a user's, and may be GBNF.
+        With `ebnf`, `text` is a user's, and may be GBNF. `watch` ends the check if the caller abandons it.
         """
         key = self._key(text, ebnf)
         verdict = self._known(key)
         if verdict is None:
             process = self._free.get()
             try:
-                verdict = self._verdict(process, key, text, ebnf)
+                verdict = self._verdict(process, key, text, ebnf, watch or CheckWatch())
             finally:
                 self._free.put(process)
         return _lark_or_raise(verdict)
@@ -245,12 +301,14 @@ class GrammarCompiler:
                 self._verdicts.move_to_end(key)
             return verdict
 
-    def _verdict(self, process: CheckProcess, key: bytes, text: str, ebnf: bool) -> str | InvalidGrammar:
+    def _verdict(
+        self, process: CheckProcess, key: bytes, text: str, ebnf: bool, watch: CheckWatch
+    ) -> str | InvalidGrammar:
         """Return the result from the cache, where another request may have just added it, or else from a new check."""
         verdict = self._known(key)
         if verdict is None:
             try:
-                verdict = process.check(text, ebnf=ebnf)
+                verdict = process.check(text, watch, ebnf=ebnf)
             except InvalidGrammar as error:
                 verdict = error
             self._remember(key, verdict)
@@ -304,8 +362,14 @@ class GrammarChecks:
         return await self.check(text, ebnf=spec.kind == "grammar")
 
     async def check(self, text: str, *, ebnf: bool = False) -> str:
-        """See `GrammarCompiler.check`."""
+        """See `GrammarCompiler.check`. If the caller is cancelled, the check soon ends too: other clients may need its
+        process."""
         lark: str | None = self._compiler.known(text, ebnf=ebnf)
         if lark is None:
-            lark = await self._check(lambda: self._compiler.check(text, ebnf=ebnf))
+            watch = CheckWatch()
+            try:
+                lark = await self._check(lambda: self._compiler.check(text, ebnf=ebnf, watch=watch))
+            except asyncio.CancelledError:
+                watch.abandon()
+                raise
         return lark
