@@ -22,8 +22,8 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.sandbox import confine, forbid_processes, sandbox_environment
 from models.errors import CheckpointError
 
-# The child process renders one untrusted template and ends. It reads a JSON object from stdin, and writes `+` and the
-# text, or `-` and a sentence, to stdout.
+# The child process renders one untrusted template and ends. It reads an object of `_encoded` from stdin, and writes
+# `+` and the text, or `-` and a sentence, to stdout.
 
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 512 * 2**20
@@ -42,7 +42,7 @@ def main() -> None:
     _load_what_templates_may_need()
     confine(MEMORY_BYTES, 2 * CPU_SECONDS, _NICENESS)
     forbid_processes()
-    job = json.loads(sys.stdin.buffer.read())
+    job = _decoded(sys.stdin.buffer.read())
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     try:
         template = ChatTemplate({"default": job["template"]}, job["special_tokens"], TITLE, MAX_CHARACTERS)
@@ -53,6 +53,20 @@ def main() -> None:
         answer = f"-{TITLE} needs more than {MEMORY_BYTES >> 20} MiB of memory"
     signal.setitimer(signal.ITIMER_PROF, 0)
     sys.stdout.buffer.write(answer.encode("utf-8", "surrogatepass"))
+
+
+def _encoded(job: Mapping[str, Any]) -> bytes:
+    """Encode as msgpack, which keeps the numbers that are not finite and the keys that are no texts."""
+    try:
+        return msgspec.msgpack.encode(job)
+    except (UnicodeEncodeError, OverflowError):
+        # Half a surrogate pair, or an integer beyond 64 bits, from a caller of the Python API. Python's encoder holds
+        # the interpreter's lock fifteen times as long: 31 ms for 1.7 MB.
+        return json.dumps(job).encode()
+
+
+def _decoded(job: bytes) -> Any:
+    return json.loads(job) if job.startswith(b"{") else msgspec.msgpack.decode(job)
 
 
 def _load_what_templates_may_need() -> None:
@@ -112,12 +126,3 @@ def render_untrusted(
     if answer.startswith("+"):
         return answer[1:]
     raise ValueError(answer[1:] or f"{TITLE} took more than {CPU_SECONDS:g} s, or more memory than it may use")
-
-
-def _encoded(job: Mapping[str, Any]) -> bytes:
-    try:
-        # Python's encoder holds the interpreter's lock fifteen times as long: 31 ms for 1.7 MB.
-        return msgspec.json.encode(job)
-    except (UnicodeEncodeError, OverflowError):
-        # Half a surrogate pair, or an integer beyond 64 bits, from a caller of the Python API.
-        return json.dumps(job).encode()

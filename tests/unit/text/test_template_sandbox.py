@@ -1,5 +1,6 @@
 """A request's chat template can neither exhaust the server's time and memory nor leave its sandbox."""
 
+import math
 import subprocess
 from typing import Any
 
@@ -24,6 +25,8 @@ def test_it_sees_what_the_models_own_template_sees() -> None:
     template = "{{ bos_token }}{{ messages[0].content }}{{ tools is none }}{{ add_generation_prompt }}{{ mood }}"
     assert render(template, mood="😀") == "<s>helloTrueTrue😀"
     assert render("{{ messages | tojson }}{{ '\\ud800' }}").startswith('[{"role": "user"')
+    values = {"a": [math.nan, -math.inf, None], 1: 2}  # As callers of the Python API may pass.
+    assert render("{{ of }}", of=values) == str(values)
 
 
 @pytest.mark.parametrize(
