@@ -7,7 +7,6 @@ and the last for chats and responses; `server.routes.completions` does them for 
 """
 
 import hashlib
-import ipaddress
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -29,7 +28,7 @@ from server.frontend import Frontend, LoadedModel, owner_of
 from server.ignored import ignore
 from server.limits.admission import counted_refusals
 from server.limits.jobs import MANY_OBJECTS, OwnerJobs
-from server.limits.owners import Owner
+from server.limits.owners import Owner, address_of
 from server.models import Models
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.parser import AnswerParser
@@ -188,10 +187,10 @@ def _check_media_type(request: Request) -> None:
 
 def _is_loopback(request: Request) -> bool:
     """Return whether the client's address is a loopback address."""
-    try:
-        return request.client is None or ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False
+    if request.client is None:
+        return True
+    address = address_of(request.client.host)
+    return address is not None and address.is_loopback
 
 
 def _check_encoding(encoding: str | None) -> None:

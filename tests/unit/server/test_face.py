@@ -742,6 +742,7 @@ async def test_a_body_that_says_it_is_no_json_is_415(media_type: str) -> None:
     [
         ("127.0.0.1", {}, 503),
         ("::1", {}, 503),
+        ("::ffff:127.0.0.1", {}, 503),
         ("10.0.0.7", {}, 415),
         # A page in a browser may send this type to any address without a preflight request.
         ("127.0.0.1", {"Origin": "https://chat.example"}, 415),
