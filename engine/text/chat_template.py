@@ -382,6 +382,8 @@ def _compile(environment: jinja2.Environment, title: str, source: str) -> jinja2
         raise CheckpointError(f"{title} does not compile: line {error.lineno}: {error.message}") from error
     except (SyntaxError, RecursionError) as error:
         raise CheckpointError(f"{title} does not compile: it is nested too deeply: {error}") from error
+    except ValueError as error:  # Of a constant that Jinja computes already here, such as a number of 5000 digits.
+        raise CheckpointError(f"{title} does not compile: {error}") from error
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -71,6 +71,7 @@ def test_one_that_blows_up_is_bounded_in_memory_and_output(template: str) -> Non
         ("{{ open('/etc/passwd') }}", "undefined"),
         ("{% if %}", "does not compile"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
+        ("{{ 10 ** 5000 }}", "does not compile: Exceeds the limit"),
         ("{% for a in b %}" * 60 + "{% endfor %}" * 60, "nested too deeply"),
         ("{{ raise_exception('no') }}", "fails on these messages: no"),
     ],
