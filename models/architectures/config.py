@@ -3,14 +3,15 @@
 Importing this module does not import torch; reading a `ModelConfig` imports the architecture's module, which does.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS, ConfigFacts
-from models.config.defaults import with_left_out
-from models.config.fields import Fields, read_config, read_generation_config
+from models.config.defaults import of_text_kind, with_left_out
+from models.config.fields import Fields, read_config, read_generation_config, with_parts
 from models.config.rope import RopeConfig, RopeContext, parse_rope, rotated_whole, with_one_rope
 from models.quantization.config import ROUNDING_FIELD, QuantizationConfig
 from models.quantization.methods import parse_quantization
@@ -192,6 +193,9 @@ _OF_THE_WHOLE = (
 _THINKER = "thinker."
 """Prefix of Qwen's omni models, whose other parts make sounds, for the part that reads and writes text."""
 _TEXT_PREFIXES = (
+    # HyperCLOVA X is published with a whole causal model inside.
+    ("model.language_model.model.", "model."),
+    ("model.language_model.lm_head", "lm_head"),
     ("model.language_model.", "model."),
     # transformers 5 saves Kimi-K2.5 and Qianfan-OCR so, since it applies the renaming of vision layers to all modules.
     ("language_model.model.blocks.", "model.layers."),
@@ -202,8 +206,26 @@ _TEXT_PREFIXES = (
     ("model.layers.", "model.layers."),
     ("model.embed_tokens.", "model.embed_tokens."),
     ("model.norm.", "model.norm."),
+    # Cosmos 3 is published so.
+    ("layers.", "model.layers."),
+    ("embed_tokens.", "model.embed_tokens."),
+    ("norm.", "model.norm."),
 )
 """Prefixes of the text part's modules in multimodal checkpoints, and in text-only checkpoints."""
+_TEXT_NAMES = {
+    **{f".self_attn.to_{part}.": f".self_attn.{part}_proj." for part in "qkv"},
+    ".self_attn.to_out.": ".self_attn.o_proj.",
+    ".self_attn.norm_q.": ".self_attn.q_norm.",
+    ".self_attn.norm_k.": ".self_attn.k_norm.",
+    ".mlp.fc1.": ".mlp.up_proj.",
+    ".mlp.fc2.": ".mlp.down_proj.",
+}
+"""Parts of names of Cosmos 3's text part -> those of text-only checkpoints."""
+_GENERATOR = re.compile(
+    r"moe_gen\.|\.add_[qkv]_proj\.|\.to_add_out\.|\.norm_added_[qk]\.|_und_for_gen\."
+    r"|^model\.(time_embedder\.|proj_(in|out)\.|action_)"
+)
+"""Names of tensors next to those of Cosmos 3's text part, by which it makes images, sounds and actions."""
 
 
 def text_part(config: Fields) -> tuple[Fields, str | None]:
@@ -217,8 +239,9 @@ def text_part(config: Fields) -> tuple[Fields, str | None]:
     known = TEXT_PARTS[names[0]]
     section = (config.section("thinker_config") or config).section("text_config")
     if section is None:
-        # Published Qwen2-VL checkpoints have the text part's fields at the top level.
-        return config, next(iter(known.values()))
+        # Published checkpoints of Qwen2-VL and PaddleOCR-VL have the text part's fields at the top level.
+        kind, text = next(iter(known.items()))
+        return of_text_kind(config, kind), text
     kind = section.string("model_type", next(iter(known)))
     if kind not in known:
         raise section.invalid("model_type", f"one of {', '.join(known)}")
@@ -228,7 +251,7 @@ def text_part(config: Fields) -> tuple[Fields, str | None]:
     values = {**section.values, **values}
     if "quantization_config" in values:
         values["quantization_config"] = with_names(values["quantization_config"], lambda name: text_name(name) or name)
-    return Fields(values, section.where), known[kind]
+    return of_text_kind(Fields(values, section.where), kind), known[kind]
 
 
 def text_name(name: str) -> str | None:
@@ -237,7 +260,8 @@ def text_name(name: str) -> str | None:
     name = name.removeprefix(_THINKER)
     for prefix, own in _TEXT_PREFIXES:
         if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
+            found = with_parts(_TEXT_NAMES, own + name.removeprefix(prefix))
+            return None if _GENERATOR.search(found) else found
     return name if name.startswith(("lm_head", "mtp.")) else None
 
 

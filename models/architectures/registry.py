@@ -180,6 +180,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "FalconForCausalLM": "models.architectures.falcon",
         "GPTJForCausalLM": "models.architectures.gptj",
         "Glm5NextForCausalLM": "models.architectures.glm5_next",
+        "HyperCLOVAXForCausalLM": "models.architectures.hyperclovax",
     },
 )
 
@@ -256,13 +257,25 @@ _BUILT_ON: Mapping[str, str] = MappingProxyType(
 )
 """Multimodal architectures with any of these text parts: the default `model_type` of `text_config`."""
 
+_GLM_V: Mapping[str, str] = MappingProxyType({"glm4v_text": "Glm4ForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM"})
+
 TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "Cosmos3EdgeForConditionalGeneration": {"cosmos3_edge_text": "ArceeForCausalLM"},
+        "Cosmos3OmniForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
         "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
         "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
         "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
         "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
+        "Glm46VForConditionalGeneration": _GLM_V,
+        "Glm4vForConditionalGeneration": {"glm4v_text": "Glm4ForCausalLM"},
+        "Glm4vMoeForConditionalGeneration": {"glm4v_moe_text": "Glm4MoeForCausalLM"},
         "Glm5NextForConditionalGeneration": {"glm5_next_text": "Glm5NextForCausalLM"},
+        "GlmOcrForConditionalGeneration": {"glm_ocr_text": "Glm4ForCausalLM"},
+        "Granite4VisionForConditionalGeneration": {"granite4_vision_text": "GraniteForCausalLM"},
+        "GraniteDoclingForConditionalGeneration": {"granite_docling_text": "GraniteForCausalLM"},
+        "HCXVisionV2ForCausalLM": {"hyperclovax": "HyperCLOVAXForCausalLM"},
+        "HyperCLOVAXVisionV2ForConditionalGeneration": {"hyperclovax": "HyperCLOVAXForCausalLM"},
         "KimiK25ForConditionalGeneration": {
             "kimi_k2": "DeepseekV3ForCausalLM",
             "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -278,6 +291,7 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "mistral": "MistralForCausalLM",
             "mistral4": "Mistral4ForCausalLM",
         },
+        "PaddleOCRVLForConditionalGeneration": {"paddleocr_vl_text": "LlamaForCausalLM"},
         "Qwen2_5OmniForConditionalGeneration": {"qwen2_5_omni_text": "Qwen2ForCausalLM"},
         "Qwen2_5OmniThinkerForConditionalGeneration": {"qwen2_5_omni_text": "Qwen2ForCausalLM"},
         "Qwen3OmniMoeForConditionalGeneration": {"qwen3_omni_moe_text": "Qwen3MoeForCausalLM"},

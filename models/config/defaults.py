@@ -80,6 +80,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "HYV3ForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
         "HunYuanDenseV1ForCausalLM": {"max_position_embeddings": 2048},
         "HunYuanMoEV1ForCausalLM": {"max_position_embeddings": 2048},
+        "HyperCLOVAXForCausalLM": {"max_position_embeddings": 2048},
         "KimiLinearForCausalLM": {"qk_rope_head_dim": 64, "max_position_embeddings": 1048576},
         "Llama4ForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
         "LlamaForCausalLM": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-06},
@@ -174,7 +175,43 @@ _SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     }
 )  # fmt: skip
 """Of text parts alone, whose configurations name what differs from the default."""
+_OF_TEXT_KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "cosmos3_edge_text": {
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "relu2",
+            "rope_theta": 1e8,
+        },
+        "glm4v_moe_text": {"max_position_embeddings": 65536, "attention_bias": True},
+        "glm4v_text": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        "glm_ocr_text": {
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 1.0, "attention_bias": False,
+        },
+        "granite_docling_text": {
+            "num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True, "embedding_multiplier": 12.0, "logits_scaling": 4.0,
+            "residual_multiplier": 0.263, "attention_multiplier": 0.015625,
+        },
+        "hyperclovax": {"tie_word_embeddings": True},
+        "paddleocr_vl_text": {
+            "num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+            "head_dim": 128, "tie_word_embeddings": True,
+        },
+    }
+)  # fmt: skip
+"""By `model_type` of text parts whose values differ from those of the architecture that runs them."""
 _ROPES = frozenset({"rope_parameters", "rope_scaling"})
+
+
+def of_text_kind(section: Fields, kind: str) -> Fields:
+    """The configuration of a text part with the values and names of the architecture that runs it."""
+    values = dict(section.values)
+    values |= {name: value for name, value in _OF_TEXT_KINDS.get(kind, {}).items() if not section.has(name)}
+    if kind in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text") and not section.has("head_dim"):
+        values["head_dim"] = section.integer("hidden_size") // section.integer("num_attention_heads")
+    if kind == "paddleocr_vl_text":
+        values["attention_bias"] = values["mlp_bias"] = section.boolean("use_bias", False)
+    return Fields(values, section.where)
 
 
 def with_left_out(config: Fields, architecture: str, *, is_text_part: bool) -> Fields:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.attention.context import get_forward_context
+from models.errors import CheckpointError
 from models.layers.linear import PackedLinear, RowParallelLinear
 from models.layers.lora import ExpertAdapter, ExpertProducts
 from models.layers.norm import RMSNorm
@@ -22,6 +23,7 @@ from models.ops.activation import gating_of, swiglu
 from models.ops.aiter import operators as aiter_experts
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
+from models.ops.cpu.structures import MAX_EXPERTS
 from models.ops.stored_weight import Feed, operand_of, stored_of
 from models.ops.weight_formats import MixedStack, RoundedRows
 from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel, TokenExchange
@@ -231,6 +233,8 @@ class FusedMoE(nn.Module):
         parallel: TensorParallel = SINGLE_RANK,
     ) -> None:
         super().__init__()
+        if num_experts > MAX_EXPERTS:
+            raise CheckpointError(f"config.json gives a layer {num_experts} experts; it must be at most {MAX_EXPERTS}")
         self.num_experts, self.intermediate_size, self.parallel = num_experts, intermediate_size, parallel
         self.activation = activation
         self.reduces = True

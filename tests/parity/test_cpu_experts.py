@@ -72,6 +72,16 @@ class TestRoute:
         found = expert_ops.route(logits, top_k, scoring=structures.SOFTMAX, renormalize=renormalize)
         assert_same_choice(found, softmax_top_k(logits, top_k, renormalize=renormalize), experts)
 
+    def test_the_largest_number_of_experts_fits_a_threads_memory(self) -> None:
+        experts = structures.MAX_EXPERTS
+        options: dict[str, Any] = {"renormalize": True, "num_groups": experts // 2, "top_groups": 60}
+        logits, correction = f32(2, experts), f32(experts, seed=1)
+        found = expert_ops.route(logits, 100, scoring=structures.SIGMOID, correction=correction, **options)
+        expected = grouped_top_k(logits, 100, correction_bias=correction, **options)
+        assert_same_choice(found, expected, experts)
+        counts, _, _ = expert_ops.sort_pairs(found[1], experts)
+        assert torch.equal(counts, found[1].flatten().bincount(minlength=experts))
+
     @pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (8, 8), (3, 1)])
     @pytest.mark.parametrize("corrected", [True, False])
     @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])

@@ -45,6 +45,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "GraniteForCausalLM": {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4},
     "GraniteMoeForCausalLM": {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 64},
     "GlmForCausalLM": {"head_dim": 32},
+    "HyperCLOVAXForCausalLM": {"head_dim": 32},
     "Glm4ForCausalLM": {"head_dim": 32},
     "Exaone4ForCausalLM": {"head_dim": 32},
     "ArceeForCausalLM": {"head_dim": 32},

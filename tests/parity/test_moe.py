@@ -110,6 +110,11 @@ def test_experts_that_no_token_chose_are_not_touched() -> None:
     assert layer(random(4, HIDDEN), torch.ones(4, 2), torch.tensor([[5, 1], [1, 4], [5, 4], [4, 1]])).isfinite().all()
 
 
+def test_more_experts_than_the_operators_have_memory_for_are_refused_before_any_weight_is_made() -> None:
+    with pytest.raises(CheckpointError, match="gives a layer 1000000000 experts; it must be at most 65536"):
+        FusedMoE(4096, 4096, 10**9)
+
+
 def test_an_intermediate_size_that_the_ranks_do_not_divide_is_refused() -> None:
     with pytest.raises(
         ValueError, match="tensor_parallel_size is 4, which does not divide the experts' intermediate size, 6"

@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig
 
 from models.architectures.config import ModelConfig, text_name
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS
 from models.errors import CheckpointError
-from tests.parity.checkpoints import edit_json, make_checkpoint
+from tests.parity.checkpoints import Family, edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt
 from tests.parity.variants import all_variants, recurrent
 
@@ -37,9 +39,18 @@ def wrap(text: Path, whole: Path, architecture: str, kind: str, *, prefix: str, 
 
 _LANGUAGE_MODELS = 3
 """An architecture of more kinds of text parts takes any."""
+COMPARED = ("Cosmos3", "Glm46V", "Glm4v", "GlmOcr", "Granite4", "GraniteDocling", "HCX", "HyperCLOVAX", "PaddleOCR")
+"""Those that are compared with transformers' own whole below."""
 SHORT = ("Idefics3ForConditionalGeneration", "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration")
 _CASES = [
-    pytest.param(whole, kind, text, marks=() if len(kinds) <= _LANGUAGE_MODELS or whole in SHORT else pytest.mark.slow)
+    pytest.param(
+        whole,
+        kind,
+        text,
+        marks=()
+        if (len(kinds) <= _LANGUAGE_MODELS or whole in SHORT) and not whole.startswith(COMPARED)
+        else pytest.mark.slow,
+    )
     for whole, kinds in TEXT_PARTS.items()
     for number, (kind, text) in enumerate(kinds.items())
     if number == 0 or len(kinds) <= _LANGUAGE_MODELS or whole == SHORT[1]
@@ -59,11 +70,140 @@ def test_the_text_part_computes_what_the_text_model_computes(whole: str, kind: s
         assert torch.equal(model.logits(tokens), expected)
 
 
+class Whole(NamedTuple):
+    """A small model of transformers that reads images too, of which the text is computed."""
+
+    name: str
+    """Of its classes, before `Config` and `ForConditionalGeneration`."""
+    vision: dict[str, Any]
+    text: dict[str, Any] = {}  # noqa: RUF012
+    further: dict[str, Any] = {}  # noqa: RUF012
+
+
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+_LAYERS = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+_FEW_EXPERTS = {
+    "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "num_hidden_layers": 3,
+}  # fmt: skip
+_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 0.5,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+}
+WHOLES = [
+    Whole(
+        "Glm4v",
+        {**_TOWER, "out_hidden_size": 64, "num_heads": 2},
+        {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}, "head_dim": None},
+    ),
+    Whole("Glm4v", _TOWER, {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}, "num_key_value_heads": 1}),
+    Whole(
+        "Glm46V",
+        {"model_type": "glm4v_moe_vision", **_TOWER},
+        {
+            "model_type": "glm4v_moe_text",
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+            **_FEW_EXPERTS,
+        },
+    ),
+    Whole("Glm4vMoe", _TOWER, {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}, **_FEW_EXPERTS}),
+    Whole(
+        "GlmOcr",
+        _TOWER,
+        {"head_dim": 24, "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [4, 4, 4]}},
+    ),
+    Whole(
+        "PaddleOCRVL",
+        _LAYERS,
+        {"use_bias": True, "rope_parameters": {**_ROPE, "rope_theta": 5e5, "mrope_section": [2, 3, 3]}},
+        {"tie_word_embeddings": False},
+    ),
+    Whole("PaddleOCRVL", _LAYERS, {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}),
+    Whole("GraniteDocling", {**_LAYERS, "out_hidden_size": 64}, {"attention_bias": True, "mlp_bias": True}),
+    Whole(
+        "Granite4Vision",
+        {"model_type": "clip_vision_model", **_LAYERS, "hidden_size": 64, "image_size": 32, "patch_size": 8},
+        _FACTORS,
+        {"deepstack_layer_map": [], "downsample_rate": "1/4"},
+    ),
+    Whole("Cosmos3Omni", _TOWER, {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}}),
+    Whole("Cosmos3Edge", _LAYERS, {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}}),
+    Whole("HyperCLOVAXVisionV2", _TOWER, _FACTORS),
+    Whole("HyperCLOVAXVisionV2", _TOWER, {"head_dim": None, "use_post_norm": False, "logits_scaling": 2.0}),
+]
+
+
+@pytest.mark.parametrize("whole", WHOLES, ids=lambda whole: f"{whole.name}, {len(whole.text)} fields")
+def test_the_text_part_computes_what_transformers_whole_computes(whole: Whole, tmp_path: Path) -> None:
+    """Of a text, the three positions of a token are equal, whatever part of a head each of them rotates."""
+    config_class = getattr(transformers, f"{whole.name}Config")
+    model_class = getattr(transformers, f"{whole.name}ForConditionalGeneration")
+
+    def config(**fields: Any) -> PreTrainedConfig:
+        text = {name: value for name, value in {**fields, **whole.text}.items() if value is not None}
+        return config_class(text_config=text, vision_config=whole.vision, **whole.further)  # type: ignore[no-any-return]
+
+    path = make_checkpoint(tmp_path, Family(config, model_class))  # type: ignore[arg-type]
+    reference, tokens = model_class.from_pretrained(path).eval(), prompt(40)
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([tokens])).logits[0]
+    model = PagedModel(path)
+    assert model.config.is_text_part
+    assert_same_distribution(model.logits(tokens), expected)
+
+
 @pytest.mark.parametrize("layers", ["blocks", "encoder.layers"])
 def test_names_as_transformers_saves_them_are_those_of_the_text_part(layers: str) -> None:
     name = "0.self_attn.o_proj.weight"
     assert text_name(f"language_model.model.{layers}.{name}") == f"model.layers.{name}"
     assert text_name(f"model.vision_tower.{layers}.{name}") is None
+
+
+@pytest.mark.parametrize(
+    ("published", "own"),
+    [
+        ("layers.0.self_attn.to_q.weight", "model.layers.0.self_attn.q_proj.weight"),
+        ("layers.0.self_attn.to_out.weight", "model.layers.0.self_attn.o_proj.weight"),
+        ("layers.0.self_attn.norm_k.weight", "model.layers.0.self_attn.k_norm.weight"),
+        ("layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("norm.weight", "model.norm.weight"),
+        ("layers.0.self_attn.add_q_proj.weight", None),
+        ("layers.0.self_attn.norm_added_k.weight", None),
+        ("layers.0.mlp_moe_gen.up_proj.weight", None),
+        ("norm_moe_gen.weight", None),
+        ("model.language_model.time_embedder.mlp.weight", None),
+        ("blocks.0.attn.qkv.weight", None),
+        ("model.language_model.model.layers.0.post_norm1.weight", "model.layers.0.post_norm1.weight"),
+        ("model.language_model.lm_head.weight", "lm_head.weight"),
+        ("model.vision_projector.weight", None),
+    ],
+)
+def test_names_of_cosmos_and_hyperclova_as_published(published: str, own: str | None) -> None:
+    assert text_name(published) == own
+
+
+def test_paddleocr_is_read_as_it_was_published(tmp_path: Path) -> None:
+    """The fields of the text part are next to the others, and its tensors have the names of a text model's."""
+    path = make_checkpoint(tmp_path, attention_bias=True, mlp_bias=True)
+    tokens = prompt(20)
+    expected = PagedModel(path).logits(tokens)
+    tensors = load_file(path / "model.safetensors") | {"mlp_AR.linear_1.weight": torch.zeros(4, 4)}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    edit_json(
+        path / "config.json",
+        architectures=["PaddleOCRVLForConditionalGeneration"],
+        model_type="paddleocr_vl",
+        attention_bias=None,
+        mlp_bias=None,
+        use_bias=True,
+        vision_config={"num_hidden_layers": 2},
+    )
+    found = PagedModel(path)
+    assert found.config.is_text_part
+    assert torch.equal(found.logits(tokens), expected)
 
 
 def test_qwen2_vl_is_read_as_it_was_published(tmp_path: Path) -> None:

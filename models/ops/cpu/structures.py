@@ -30,6 +30,8 @@ INDEX_HEADS, MAX_INDEX_DIM = 128, 256
 """Limits of an indexer's heads, and of the elements of its keys."""
 MAX_INDEXED = 1 << 20
 """Limit in `SelectKeys` of a sequence's keys, or of the heads times its blocks of keys."""
+MAX_EXPERTS = 1 << 16
+"""Limit of `experts`, whose scores and counts a thread's scratch holds."""
 MAX_IN_FEATURES = 1 << 16
 """Limit of the inputs of a row; a thread's scratch holds sixteen rows."""
 MAX_LARGEST = 1024

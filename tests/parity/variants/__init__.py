@@ -40,6 +40,7 @@ DERIVED = frozenset(
         *("MinistralForCausalLM", "SolarOpenForCausalLM", "PhimoeForCausalLM"),
         *("Olmo2ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM"),
         *("BailingHybridForCausalLM", "FalconForCausalLM", "Glm5NextForCausalLM", "GPTJForCausalLM", "MptForCausalLM"),
+        "HyperCLOVAXForCausalLM",
     }
 )
 """Architectures made of others' layers: their short form is prompts and greedy tokens of the first variant."""

@@ -29,6 +29,8 @@ from transformers import (
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     NemotronConfig,
@@ -62,6 +64,7 @@ _FACTORS = {
     "logits_scaling": 4.0,
 }
 _GRANITE = Family(GraniteConfig, GraniteForCausalLM, _FACTORS)
+_HYPERCLOVA = Family(HyperCLOVAXConfig, HyperCLOVAXForCausalLM, {"embedding_multiplier": 10.0, "logits_scaling": 0.5})
 _GRANITE_MOE = Family(
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
@@ -180,6 +183,26 @@ VARIANTS = [
         "stretched context, GELU, three query heads a KV head",
         _GRANITE,
         {"rope_parameters": _YARN, "hidden_act": "gelu", "num_attention_heads": 6, "hidden_size": 96},
+    ),
+    Variant("HyperCLOVAXForCausalLM", "norms before and after, factors of embeddings and logits", _HYPERCLOVA, {}),
+    Variant(
+        "HyperCLOVAXForCausalLM",
+        "factors of scores and residuals, tied, biases, one KV head",
+        _HYPERCLOVA,
+        {
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 1,
+        },
+    ),
+    Variant(
+        "HyperCLOVAXForCausalLM",
+        "norms before only, stretched context, six heads of 16",
+        _HYPERCLOVA,
+        {"use_post_norm": False, "rope_parameters": _YARN, "num_attention_heads": 6, "hidden_size": 96},
     ),
     Variant("GraniteMoeForCausalLM", "two of five experts", _GRANITE_MOE, {}),
     Variant(
