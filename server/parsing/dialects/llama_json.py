@@ -1,17 +1,19 @@
 """Llama 3: `{"name": "f", "parameters": {…}}`, several separated by `;`, optionally after `<|python_tag|>`.
 
+Llama 4 writes the objects without separators, after `<|python_start|>`, a text that may be empty, and `<|python_end|>`.
 xLAM-2 writes a list without markers: `[{"name": "f", "arguments": {…}}, …]`.
 """
 
 from collections.abc import Sequence
 
+from server.parsing.dialects.pythonic import END, START
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import CallObjectParser, call_list, call_object
 
 TAG = "<|python_tag|>"
-_TAG = Markers(TAG)
+_MARKERS = Markers(TAG, START, END)
 
 
 class LlamaJsonParser(CallObjectParser):
@@ -26,12 +28,14 @@ class LlamaJsonParser(CallObjectParser):
             yield from self._read_calls()
         else:
             self._record_is_content()
-        while (yield from self._content_until(_TAG)):
+        while marker := (yield from self._content_until(_MARKERS)):
             self.marked = True
             if (yield from feed.skip_whitespace()) == "{":
                 yield from self._read_calls()
-            else:
+            elif marker == TAG:
                 self._record_is_content()
+            else:
+                feed.end_record()
 
     def _read_calls(self) -> Waiting[None]:
         """Read the next calls and their separators."""
@@ -55,10 +59,10 @@ TOOL_DIALECTS.register("llama3_json")(
     ToolDialect(
         LlamaJsonParser,
         calls,
-        detect=lambda signs: signs.has_token(TAG) or TAG in signs.template,
+        detect=lambda signs: signs.has_token(TAG) or TAG in signs.template or signs.has_token(START),
         opening="{",
         optional=TAG,
-        markers=(TAG,),
+        markers=(TAG, START, END),
         aliases=("llama4_json",),
     )
 )

@@ -194,7 +194,9 @@ TOOL_DIALECTS.register("pythonic")(
     ToolDialect(
         PythonicParser,
         calls,
-        detect=lambda signs: signs.has_token(START) or "func_name1(" in signs.template,
+        detect=lambda signs: (
+            "func_name1(" in signs.template or (signs.has_token(START) and '"parameters": ' not in signs.template)
+        ),
         opening="[",
         keys=r"[\w.-]+",
         markers=(START, END),

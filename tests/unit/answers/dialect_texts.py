@@ -284,6 +284,10 @@ _AROUND = [
     Written("hermes", "a < b, <tool> and <tool_cal", _answer("a < b, <tool> and <tool_cal")),
     Written("llama3_json", f"<|python_tag|>{_LLAMA}", _answer("", _CALL)),
     Written("llama3_json", f"Sure. <|python_tag|>{_LLAMA}\nOk", _answer("Sure. \nOk", _CALL)),
+    Written("llama3_json", f"<|python_start|><|python_end|>{_LLAMA}", _answer("", _CALL)),
+    Written("llama3_json", f"<|python_start|>I look.<|python_end|>{_LLAMA}{_LLAMA}", _answer("I look.", _CALL, _CALL)),
+    Written("llama3_json", f"<|python_start|>{_LLAMA}<|python_end|>", _answer("", _CALL)),
+    Written("llama3_json", "<|python_start|>1 + 1<|python_end|>", _answer("1 + 1")),
     Written("pythonic", "<|python_start|>[now()]<|python_end|>", _answer("", _NOW)),
     Written(
         "pythonic",
