@@ -320,6 +320,9 @@ async def prepare_chat(
             prompt = prompt._replace(params=msgspec.structs.replace(prompt.params, reasoning_budget=budget))
         except LookupError as error:
             ignore(f"thinking budget ({error})")
+    if not request.ignore_eos and (stops := answer_format.stop_token_ids(use)):
+        stops = [*(prompt.params.stop_token_ids or ()), *stops]
+        prompt = prompt._replace(params=msgspec.structs.replace(prompt.params, stop_token_ids=stops))
     return PreparedChat(
         prompt,
         grammar,

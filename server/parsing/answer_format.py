@@ -78,6 +78,8 @@ class AnswerFormat:
             self._reasoning = REASONING_DIALECTS[self.reasoning_parser]
         self._opening, self._closing = (None, []) if token_id is None else self._reasoning_tokens(token_id)
         self._special = {marker: special[marker] for marker in self.markers if marker in special} if special else {}
+        stops = () if token_id is None or self._tools is None else map(token_id, self._tools.stops)
+        self._stop_token_ids = [stop for stop in stops if stop is not None]
         calls = () if self._harmony or self._tools is None else self._tools.markers
         self._call_token_ids = frozenset(self._special[marker] for marker in calls if marker in self._special)
 
@@ -174,6 +176,10 @@ class AnswerFormat:
         """Return the special tokens that must stay in the text, because the parser for `use` searches for them."""
         ids = frozenset(self._special.values())
         return ids if use.tools else ids - self._call_token_ids
+
+    def stop_token_ids(self, use: ToolUse) -> list[int]:
+        """Return the tokens that end an answer to `use`, next to the model's own."""
+        return self._stop_token_ids if use.tools else []
 
     def parser(self, use: ToolUse, *, prompt_tail: str) -> AnswerParser | None:
         """Create the parser of one choice; None if all its text is content.

@@ -50,6 +50,8 @@ class ToolDialect:
     """Regular expression of the argument names that the dialect can represent."""
     markers: tuple[str, ...] = ()
     """Texts that the parser searches for."""
+    stops: tuple[str, ...] = ()
+    """Tokens that begin the results of calls, if models write one after their calls: it ends the answer."""
     writes_bare_text: bool = False
     """Whether strings are written as bare text up to a marker, instead of as JSON."""
     ends_text_with_line: bool = False

@@ -252,7 +252,9 @@ def _written(value: Any, quote: str) -> str:
     return json.dumps(value)
 
 
-def _register(name: str, form: Form) -> None:
+def _register(name: str, form: Form, result: str) -> None:
+    """Register a dialect. `result`: the token that begins a call's result."""
+
     def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
         """An expression for a call after its opening marker."""
         return lark.any_of(
@@ -269,11 +271,12 @@ def _register(name: str, form: Form) -> None:
             trigger=form.begin,
             separator="",
             keys=r"[^\s<>{}\[\]:,\"']+",
+            stops=(result,),
             writes_bare_text=True,
             markers=form,
         )
     )
 
 
-_register("gemma4", GEMMA)
-_register("functiongemma", FUNCTION_GEMMA)
+_register("gemma4", GEMMA, "<|tool_response>")
+_register("functiongemma", FUNCTION_GEMMA, "<start_function_response>")

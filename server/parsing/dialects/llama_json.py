@@ -1,6 +1,6 @@
 """Llama 3: `{"name": "f", "parameters": {…}}`, several separated by `;`, optionally after `<|python_tag|>`.
 
-Llama 4 writes the objects without separators, after `<|python_start|>`, a text that may be empty, and `<|python_end|>`.
+Llama 4 writes the objects without separators, after `<|python_start|>`, a text or none, and `<|python_end|>`.
 xLAM-2 writes a list without markers: `[{"name": "f", "arguments": {…}}, …]`.
 """
 

@@ -204,6 +204,24 @@ async def test_a_chat_that_is_too_long_for_the_context_is_refused_before_it_is_r
             await chat(**fields)
 
 
+async def test_the_token_that_begins_a_calls_result_ends_answers_to_requests_with_tools() -> None:
+    info = ModelInfo("", "", "", "", 0, TOKENIZER.vocab_size, 512, [], 16, 10)
+    processor = InputOutputProcessor(TOKENIZER, ChatTemplate({"default": "{{ messages }}"}), info)
+    answer_format = AnswerFormat("functiongemma", "none", token_id={"<start_function_response>": 50}.get)
+    model = SimpleNamespace(processor=processor, grammars=None, answer_format=answer_format)
+    frontend = cast(Frontend, SimpleNamespace(loaded=model, jobs=Jobs(Accounts()), config=Config()))
+
+    async def stops(**fields: Any) -> list[int] | None:
+        chat = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stop_token_ids": [7], **fields}
+        request = validate(chat, ChatCompletionRequest, allow_unknown=False)
+        return (await prepare_chat(request, frontend, ANYONE)).prompt.params.stop_token_ids
+
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    assert await stops(tools=tools) == [7, 50]
+    assert await stops(tools=tools, ignore_eos=True) == [7]
+    assert await stops(tools=tools, tool_choice="none") == await stops() == [7]
+
+
 def test_variables_of_the_chat_template_have_defaults_of_the_server() -> None:
     info = ModelInfo("", "", "", "", 0, TOKENIZER.vocab_size, 64, [], 16, 10)
     template = ChatTemplate({"default": "{{ enable_thinking }} {{ preserve_thinking }} {{ mark }}"})
