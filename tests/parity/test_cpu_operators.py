@@ -24,7 +24,8 @@ from models.ops.cpu import runtime as library
 from models.ops.cpu.packed_weight import PackedWeight, QuantizedWeight, padded
 from models.ops.cpu.program import record
 from models.ops.cpu.sampling import GreedyHead
-from models.ops.types import CLAMPED_SILU, CLIPPED_SILU, GELU_TANH, SILU, AttentionOptions, HeadNorms
+from models.ops.torch_ops import moved
+from models.ops.types import CLAMPED_SILU, CLIPPED_SILU, GELU_TANH, SILU, AttentionOptions, HeadNorms, NormWeight
 from tests.sweeps import sweep
 
 LIBRARY = library.load_library()
@@ -233,6 +234,26 @@ class TestRopeStore:
         torch.testing.assert_close(cache.k[blocks, :, offsets].float(), expected[1], rtol=2**-7, atol=1e-5)
         in_pairs = cache.v.view(-1, kv_heads, block_size // 2, dim, 2)
         assert torch.equal(in_pairs[blocks, :, offsets // 2, :, offsets % 2], values)
+
+    @pytest.mark.parametrize(("dim", "rotary_dim"), [(64, 64), (72, 24)])
+    def test_a_norm_after_the_rotation_cancels_a_factor_of_what_it_rotates(self, dim: int, rotary_dim: int) -> None:
+        q, k, v = (bf16(7, heads, dim, seed=heads) for heads in (5, 2, 2))
+        weights = [bf16(dim, seed=seed) for seed in range(2)]
+        norms = HeadNorms(*(NormWeight(weight, 1e-5, 0.0) for weight in weights))
+        rotation = attention_ops.rope_table(torch.arange(7), torch.rand(rotary_dim // 2), 1.5)
+        cos, sin = (each[:, None] for each in rotation)
+        expected = [
+            moved(x.float(), NormWeight(weight.float(), 1e-5, 0.0), (cos, sin), is_rotated_first=True)
+            for x, weight in zip((q, k), weights, strict=True)
+        ]
+        cache = Cache(2, dim, 16, 7, 1)
+        step, kept = cache.step([(0, 0, 7)])
+        attention_ops.rope_store(
+            q, k, v, cache.k, cache.v, step, norms=norms, rotation=rotation, is_rotated_first=True
+        )
+        keys = cache.k[kept[0] // 16, :, kept[0] % 16]
+        for found, exact in zip((q, keys), expected, strict=True):
+            torch.testing.assert_close(found.float(), exact, rtol=2**-7, atol=1e-5)
 
     def test_gives_a_token_the_same_in_any_company(self) -> None:
         """Pairs of values are written together and separately."""

@@ -161,7 +161,8 @@ struct turn {
     int64_t pairs, dim;
     float offset, eps;
     float by;             /* a factor of the result */
-    int is_rotated_first; /* whether the norm's weight multiplies the rotated vector */
+    int is_rotated_first; /* whether the norm follows the rotation */
+    float stretch;        /* factor of the rotation, squared */
     float cos[MAX_HEAD_DIM / 2], sin[MAX_HEAD_DIM / 2]; /* by pair */
 };
 
@@ -210,6 +211,14 @@ INLINE void turn_head(const struct turn *turn, const bf16 *x, const bf16 *weight
 
 #define HEADS_TOGETHER 8
 
+/* Of what the norm reads: a rotation changes no sum of squares but by its factor. */
+INLINE struct both squares_of_head(const struct turn *turn, const bf16 *x) {
+    if (!turn->is_rotated_first) return squares_of(x, turn->dim);
+    int64_t rotated = 2 * turn->pairs;
+    struct both rest = squares_of(x + rotated, turn->dim - rotated);
+    return plus(scaled(squares_of(x, rotated), turn->stretch), rest);
+}
+
 /* Scales of several heads first, since each waits for a chain of sums and roots. */
 CLONES static void turn_heads(const struct turn *turn, const bf16 *x, const bf16 *weight, int64_t heads, bf16 *out,
                               int64_t out_step) {
@@ -217,7 +226,7 @@ CLONES static void turn_heads(const struct turn *turn, const bf16 *x, const bf16
     for (int64_t first = 0; first < heads; first += HEADS_TOGETHER) {
         int64_t count = min64(HEADS_TOGETHER, heads - first);
         for (int64_t i = 0; weight && i < count; i++)
-            scales[i] = scale_of(squares_of(x + i * turn->dim, turn->dim), turn->dim, turn->eps);
+            scales[i] = scale_of(squares_of_head(turn, x + i * turn->dim), turn->dim, turn->eps);
         for (int64_t i = 0; i < count; i++, x += turn->dim, out += out_step)
             turn_head(turn, x, weight, weight ? scales[i] : 1, out);
     }
@@ -259,7 +268,9 @@ static void store_keys(const struct rope_store *op, int64_t slot, int64_t token)
     struct turn turn = {
         .pairs = op->rotary_dim / 2, .dim = dim, .offset = (float)op->offset, .eps = (float)op->eps,
         .by = op->q_scales ? op->q_scales[token] : 1, .is_rotated_first = (int)op->is_rotated_first};
-    set_angles(&turn, op->cos + token * op->rotary_dim, op->sin + token * op->rotary_dim);
+    const float *cos = op->cos + token * op->rotary_dim, *sin = op->sin + token * op->rotary_dim;
+    set_angles(&turn, cos, sin);
+    if (op->rotary_dim) turn.stretch = cos[0] * cos[0] + sin[0] * sin[0];
     bf16 *q = op->q + token * op->q_stride;
     bf16 *to = op->k_cache + slot / op->block_size * op->block_stride + slot % op->block_size * op->key_size;
     if (op->q_norm || op->rotary_dim || op->q_scales) turn_heads(&turn, q, op->q_norm, op->heads, q, dim);

@@ -127,7 +127,7 @@ struct rope_store {
     double offset, eps;          /* of the norms */
     const float *cos, *sin;      /* as of rope_table */
     int64_t rotary_dim;          /* 0: nothing is rotated */
-    int64_t is_rotated_first;    /* whether the norms' weights multiply what is rotated */
+    int64_t is_rotated_first;    /* whether the norms follow the rotation */
     const float *q_scales;       /* [tokens] factors of the queries, or NULL */
     bf16 *k_cache, *v_cache;     /* see attention.c */
     int64_t block_size, block_stride, value_stride; /* to the next block of keys, and of values */

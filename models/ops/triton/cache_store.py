@@ -83,6 +83,14 @@ def _store(out_ptr, x, has_head, dims, scale, limit, SIZE: tl.constexpr, IS_FP8:
 
 
 @triton.jit
+def _inverse_rms(first, second, rest, eps, HEAD_DIM: tl.constexpr, REST: tl.constexpr):
+    squares = tl.sum(first * first + second * second, 1)
+    if REST > 0:
+        squares += tl.sum(rest * rest, 1)
+    return tl.rsqrt(squares / HEAD_DIM + eps)
+
+
+@triton.jit
 def _move_heads(
     x_ptr,
     out_ptr,  # [BLOCK_H, 1], where each head's first dimension goes
@@ -97,7 +105,7 @@ def _move_heads(
     limit,
     by,  # a factor of the result, which is computed where HAS_FACTOR
     HAS_NORM: tl.constexpr,
-    IS_ROTATED_FIRST: tl.constexpr,  # whether the norm's weight multiplies what is rotated
+    IS_ROTATED_FIRST: tl.constexpr,  # whether the norm follows the rotation, which may stretch what it rotates
     HAS_ROTATION: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     IS_FP8: tl.constexpr,
@@ -116,14 +124,9 @@ def _move_heads(
     rest_dims = tl.arange(0, REST_TILE)
     first = _load(x_ptr, head_offsets, has_head, dims, HALF)
     second = _load(x_ptr + HALF, head_offsets, has_head, dims, HALF)
-    if REST > 0:
-        rest = _load(x_ptr + 2 * HALF, head_offsets, has_head, rest_dims, REST)
-    if HAS_NORM:
-        squares = tl.sum(first * first + second * second, 1)
-        if REST > 0:
-            squares += tl.sum(rest * rest, 1)
-        inverse_rms = tl.rsqrt(squares / HEAD_DIM + eps)
+    rest = _load(x_ptr + 2 * HALF, head_offsets, has_head, rest_dims, REST) if REST > 0 else first
     if HAS_NORM and not IS_ROTATED_FIRST:
+        inverse_rms = _inverse_rms(first, second, rest, eps, HEAD_DIM, REST)
         first = _weighted(first, inverse_rms, weight_ptr, offset, dims, DTYPE, HALF)
         second = _weighted(second, inverse_rms, weight_ptr + HALF, offset, dims, DTYPE, HALF)
         if REST > 0:
@@ -136,6 +139,7 @@ def _move_heads(
         first = (first * cos + second * sin).to(DTYPE).to(tl.float32)
         second = (second * cos - unrotated * sin).to(DTYPE).to(tl.float32)
     if HAS_NORM and IS_ROTATED_FIRST:
+        inverse_rms = _inverse_rms(first, second, rest, eps, HEAD_DIM, REST)
         first = _weighted(first, inverse_rms, weight_ptr, offset, dims, DTYPE, HALF)
         second = _weighted(second, inverse_rms, weight_ptr + HALF, offset, dims, DTYPE, HALF)
         if REST > 0:

@@ -27,6 +27,8 @@ from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, NormWei
 
 _WIDEST = 4096
 """The longest window that a row exceeds."""
+_STRETCH = 1.25
+"""Factor of the rotations."""
 
 
 class HeadRows(NamedTuple):
@@ -204,11 +206,11 @@ class _Step:
 
     @property
     def rotation(self) -> Rotation | None:
-        """Random angles."""
+        """Random angles, and a factor as `yarn` has it."""
         if self._form.rotary_dim is None:
             return None
         half = Problems(self._numbers.device, 1).normal(self._num_tokens, 1, self._form.rotary_dim // 2, scale=9.0)
-        return torch.cat((half, half), -1).cos(), torch.cat((-half, half), -1).sin()
+        return torch.cat((half, half), -1).cos() * _STRETCH, torch.cat((-half, half), -1).sin() * _STRETCH
 
     @property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -267,20 +269,21 @@ def _moved(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Heads as they are stored, in float32, and the magnitude of each number's terms."""
     exact = x.float()
-    weight = torch.ones(x.shape[-1], device=x.device)
-    if norm is not None:
-        weight = norm.weight.float() + norm.offset
-        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm.eps)
-    if not is_rotated_first:
-        exact = exact * weight
+    if norm is not None and not is_rotated_first:
+        exact = exact * _norm_factors(exact, norm)
     magnitude = exact.abs()
     if rotation is not None:
         cos, sin = rotation
         exact, magnitude = rotate(exact, cos, sin), rotate(magnitude, cos.abs(), sin.abs())
-    if is_rotated_first:
-        exact, magnitude = exact * weight, magnitude * weight.abs()
+    if norm is not None and is_rotated_first:
+        factors = _norm_factors(exact, norm)
+        exact, magnitude = exact * factors, magnitude * factors.abs()
     by = 1.0 if q_scales is None else q_scales[:, None]
     return exact * by, magnitude * by
+
+
+def _norm_factors(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight.float() + norm.offset)
 
 
 def _absolute(values: torch.Tensor) -> torch.Tensor:
