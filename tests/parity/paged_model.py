@@ -1,6 +1,5 @@
 """`PagedModel`: a loaded model with a paged cache, run step by step without the engine."""
 
-import inspect
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -185,25 +184,13 @@ class Reference:
             return self.model(torch.tensor([tokens], device=self.device)).logits[0].cpu()
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The greedy continuation, including EOS."""
-        tokens, step, cache = list(prompt), list(prompt), None
-        if "position_ids" not in inspect.signature(self.model.forward).parameters:
-            # Mamba has a cache of its own, without positions.
-            for _ in range(count):
-                tokens.append(int(self.logits(tokens)[-1].argmax()))
-            return tokens[len(prompt) :]
+        """The greedy continuation, including EOS. Each token is of a whole pass.
+
+        With their caches, models such as Nemotron-H choose other tokens than in a whole pass.
+        """
+        tokens = list(prompt)
         for _ in range(count):
-            with torch.inference_mode():
-                # As its `generate` does: otherwise Bamba counts positions from the start of each call.
-                positions = torch.arange(len(tokens) - len(step), len(tokens), device=self.device)[None]
-                output = self.model(
-                    torch.tensor([step], device=self.device),
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-            cache, step = output.past_key_values, [int(output.logits[0, -1].argmax())]
-            tokens += step
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
         return tokens[len(prompt) :]
 
     def likeliest(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[list[int]]:
