@@ -5,7 +5,7 @@ A process of its own, in which kernels are compiled and not interpreted, for an 
 on that GPU, with the types of its arguments, and converted to Triton's intermediate form, which finds errors that the
 interpreter allows: a variable that changes its type in a loop, or branches of two types. Nothing runs: the outputs of
 kernels are zeros. Prints the compiled kernels of the checkpoints at those paths, and after "unchecked:" each
-specialisation that the self-test of the start did not compare.
+checkpoint's specialisations that the self-test of its own start did not compare.
 """
 
 import json
@@ -20,6 +20,7 @@ import torch
 import triton.compiler
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import _triton_jit_function_registry
 
 from benchmarks.gpu import absent
 from engine.runner import kernel_checks
@@ -27,6 +28,7 @@ from engine.runner.device_batch import DeviceBatch
 from engine.sequence import Sequence
 from models.ops import self_test
 from models.ops.triton.configs import TARGETS, Target
+from models.ops.triton.launcher import DirectKernel
 from models.ops.triton.specializations import CheckedKernels
 from tests.parity.ahead import Ahead, waiting
 from tests.parity.idle_kernels import EACH_CHOICE, allocate_zeros
@@ -42,19 +44,23 @@ _LIMITS = {"max_num_batched_tokens": 80, "max_num_seqs": 6, "max_model_len": 128
 
 
 class FrontEnd:
-    """A replacement of Triton's compiler, which stops after its intermediate form."""
+    """A replacement of Triton's compiler, which stops after its intermediate form. It makes each form once."""
 
     def __init__(self) -> None:
-        self.made: list[str] = []
+        self.made: dict[tuple[str, str], str] = {}
+        """Names of kernels, by their form and options."""
 
     def __call__(self, source: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
+        form = source.hash(), str(sorted(options.items()))
+        if form in self.made:
+            return absent.IDLE_KERNEL
         backend = triton.compiler.make_backend(target)
         parsed = backend.parse_options({**options, **source.parse_options()})
         context = ir.context()
         ir.load_dialects(context)
         backend.load_dialects(context)
         source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
-        self.made.append(source.name)
+        self.made[form] = source.name
         return absent.IDLE_KERNEL
 
 
@@ -65,6 +71,21 @@ def on(target: Target) -> Iterator[FrontEnd]:
     with pytest.MonkeyPatch.context() as patch, absent.on(target, front_end):
         allocate_zeros(patch)
         yield front_end
+
+
+@contextmanager
+def started_anew() -> Iterator[CheckedKernels]:
+    """What a new process checks and launches: no form of a kernel was launched before."""
+    for kernel in _triton_jit_function_registry.values():
+        kernel.device_caches.clear()
+        if isinstance(kernel, DirectKernel):
+            kernel._launches.clear()
+    checked = CheckedKernels()
+    checked.watch()
+    try:
+        yield checked
+    finally:
+        checked.stop()
 
 
 def launch_all(path: Path, dtype: torch.dtype, checked: CheckedKernels, *, is_pool_large: bool) -> None:
@@ -105,13 +126,14 @@ def main(*arguments: str) -> None:
     """Run as the process: see the module's docstring."""
     is_pool_large = arguments[0] == "--large-pool"
     arch, dtype, *paths = arguments[is_pool_large:]
-    checked = CheckedKernels()
-    checked.watch()
+    unchecked: list[str] = []
     with on(TARGETS[arch]) as front_end:
         for path in paths:
-            launch_all(Path(path), getattr(torch, dtype), checked, is_pool_large=is_pool_large)
-    sys.stdout.write("\n".join(sorted(set(front_end.made))) + "\n")
-    sys.stdout.writelines(f"unchecked: {each}\n" for each in checked.unchecked)
+            with started_anew() as checked:
+                launch_all(Path(path), getattr(torch, dtype), checked, is_pool_large=is_pool_large)
+            unchecked += (f"unchecked: {each} of {path}\n" for each in checked.unchecked)
+    sys.stdout.write("\n".join(sorted(set(front_end.made.values()))) + "\n")
+    sys.stdout.writelines(unchecked)
 
 
 if __name__ == "__main__":

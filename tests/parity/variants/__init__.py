@@ -71,10 +71,12 @@ def first_of_each(variants: Sequence[Variant], *, without: frozenset[str] = froz
     return pytest.mark.parametrize("variant", cases, indirect=True)
 
 
+def families() -> dict[str, list[Variant]]:
+    """Variants by the module that has them."""
+    names = sorted(module.name for module in iter_modules(__path__))
+    return {name: import_module(f"{__name__}.{name}").VARIANTS for name in names}
+
+
 def all_variants() -> list[Variant]:
     """Of every family."""
-    return [
-        variant
-        for module in sorted(module.name for module in iter_modules(__path__))
-        for variant in import_module(f"{__name__}.{module}").VARIANTS
-    ]
+    return [variant for variants in families().values() for variant in variants]
