@@ -26,11 +26,12 @@ from models.architectures.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausal
 from models.architectures.qwen3_next import Qwen3NextForCausalLM
 from models.layers.base import CacheSpec
 from models.layers.compressed import CompressedAttention
-from models.layers.hyper_connection import HyperHead
+from models.layers.hyper_connection import HyperHead, projected, repeated
 from models.layers.linear import ColumnParallelLinear, ParallelLMHead, VocabParallelEmbedding
 from models.layers.norm import OffsetRMSNorm, RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.ops.columns import join_columns
+from models.ops.norm import add_rows
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 
@@ -167,6 +168,7 @@ class DeepseekV4Predictor(DeepseekV4DecoderLayer):
 class DeepseekV4MTP(DraftHead):
     """The tensors `mtp.0.*` of DeepSeek-V4. The layer reads and returns all residual streams.
 
+    An output also has what the head reads, the normalised sum of the streams, so that the head is a single product.
     Embedding and head are the target's, as in DeepSeek's own code; copies in the checkpoint are not loaded.
     """
 
@@ -178,24 +180,29 @@ class DeepseekV4MTP(DraftHead):
         assert head is not None, "the target's is used"
         super().__init__(config, embedding, head)
         count = config.fields.integer("hc_mult")
-        self.count, self.hidden_size = count, count * config.hidden_size
+        self.count, self.size, self.hidden_size = count, config.hidden_size, (1 + count) * config.hidden_size
         self.hidden_layers = tuple(range(config.num_hidden_layers, config.num_hidden_layers + count))
         self.compress_rotary_emb = RotaryEmbedding(compress_rope(config), config.max_model_len)
         self.mtp = nn.ModuleList([DeepseekV4Predictor(config, self.compress_rotary_emb, parallel)])
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """See `DraftLM`. # hidden states are the concatenated streams, [tokens, hc_mult * hidden_size]"""
+        """See `DraftLM`. # [tokens, hc_mult * size], or an output -> [tokens, (1 + hc_mult) * size]"""
         layer, num_tokens = cast(DeepseekV4Predictor, self.mtp[0]), len(input_ids)
-        rows = hidden.view(num_tokens * self.count, -1)
-        streams = layer.h_proj(layer.hnorm(rows)).view(num_tokens, self.count, -1)
-        streams = streams + layer.e_proj(layer.enorm(self.embed_tokens(input_ids)))[:, None]
+        streams = hidden[:, hidden.shape[1] - self.count * self.size :].view(num_tokens, self.count, self.size)
+        embedded = repeated(layer.e_proj(layer.enorm(self.embed_tokens(input_ids))), self.count)
+        fused = projected(layer.hnorm(streams), layer.h_proj).view(num_tokens, -1)
+        streams = add_rows(fused, embedded.view(num_tokens, -1)).view(streams.shape)
         rotary = self.compress_rotary_emb if layer.is_compressed else self.rotary_emb
-        return layer(streams, input_ids, rotary(positions)).flatten(1)  # type: ignore[no-any-return]
+        streams = layer(streams, input_ids, rotary(positions))
+        return join_columns(layer.norm(layer.hc_head(streams)), streams.view(num_tokens, -1))
+
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `DraftLM`. The target has no sum of the streams that `forward` would read."""
+        return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `DraftLM`."""
-        layer = cast(DeepseekV4Predictor, self.mtp[0])
-        return self.lm_head(layer.norm(layer.hc_head(hidden.view(len(hidden), self.count, -1))))  # type: ignore[no-any-return]
+        return self.lm_head(hidden[:, : self.size])  # type: ignore[no-any-return]
 
     def kv_cache_layers(self) -> list[CacheSpec]:
         """See `DraftLM`."""

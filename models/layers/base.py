@@ -99,7 +99,10 @@ class DraftLM(nn.Module, ABC):
         """
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Convert the target's hidden states to `forward`'s input. # [tokens, features] -> [tokens, hidden_size]"""
+        """Convert the target's hidden states to `forward`'s input, of which the first features may be left out.
+
+        # [tokens, features] -> [tokens, up to hidden_size]
+        """
         return hidden
 
     @abstractmethod

@@ -8,8 +8,8 @@ The weights are computed from the streams in float32. The matrix that mixes the 
 import torch
 from torch import nn
 
-from models.layers.linear import float_logits
-from models.layers.parameter import empty_parameter, load_whole
+from models.layers.linear import PackedLinear, float_logits
+from models.layers.parameter import empty_parameter, load_whole, packed_of
 from models.ops.cpu import streams as ops
 
 
@@ -20,6 +20,15 @@ def _float_parameter(*shape: int) -> nn.Parameter:
 def repeated(hidden: torch.Tensor, count: int) -> torch.Tensor:
     """Return the initial streams: `count` copies of the embedding. # [tokens, hidden] -> [tokens, N, hidden]"""
     return ops.repeat(hidden, count) if ops.supports(hidden, count) else hidden[:, None].repeat(1, count, 1)
+
+
+def projected(streams: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
+    """Apply a linear layer without bias to each stream. # [tokens, N, in] -> [tokens, N, out]"""
+    packed = packed_of(linear.weight)
+    if packed is not None and ops.supports(streams, streams.shape[1]):
+        return ops.linear(streams, packed)
+    found: torch.Tensor = linear(streams.view(-1, streams.shape[2]))
+    return found.view(*streams.shape[:2], -1)
 
 
 def mean_of(streams: torch.Tensor) -> torch.Tensor:

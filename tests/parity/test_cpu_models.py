@@ -265,6 +265,7 @@ def test_sizes_that_are_no_multiples_are_computed_by_operators(
     ("sizes", "fields", "why"),
     [
         ({"head_dim": 520}, {}, "the model's code calls"),
+        ({}, {"kv_cache_block_size": 1}, "the model's code calls"),
         ({}, {"model_impl": "transformers"}, "the model's code calls"),
         ({}, {"quantization_config": PrecisionConfig(kv_cache_dtype="fp8")}, "the model's code calls"),
         ({}, {"lora": ("a=adapter",)}, "lora is set"),

@@ -3,6 +3,9 @@
 import torch
 
 from models.ops.cpu import structures
+from models.ops.cpu.dense import grouped_linear
+from models.ops.cpu.experts import sort_pairs
+from models.ops.cpu.packed_weight import PackedWeight
 from models.ops.cpu.runtime import current, pointer, runs
 from models.ops.cpu.structures import Step
 
@@ -92,6 +95,14 @@ def spread(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, matrix: t
 def repeat(x: torch.Tensor, count: int) -> torch.Tensor:
     """Copy `x` to `count` streams. # [T, size] -> [T, N, size]"""
     return _spread(x, count, None, None, None)
+
+
+def linear(streams: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """Multiply each stream. # [T, N, in_features] -> [T, N, out_features]"""
+    num_tokens, count, _ = streams.shape
+    # All rows are those of one expert, because a product takes several rows of a token only from a mixture of experts.
+    counts, _, _ = sort_pairs(torch.zeros(num_tokens, count, dtype=torch.int64), 1)
+    return grouped_linear(streams.view(num_tokens * count, -1), weight, None, counts).view(num_tokens, count, -1)
 
 
 def _spread(
