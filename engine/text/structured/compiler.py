@@ -108,16 +108,21 @@ class CheckProcess:
         self._closed = False
         self._lock = threading.Lock()
 
-    def check(self, text: str, watch: CheckWatch, *, ebnf: bool) -> str:
+    def check(self, text: str, *, ebnf: bool, watch: CheckWatch | None = None) -> str:
         """Check a grammar and return the Lark text to use. Blocks. Raises `InvalidGrammar` and `CheckUnavailable`."""
         frame = _frame({"text": text, "ebnf": ebnf})
+        watch = watch or CheckWatch()
         with self._lock:
             for _ in range(_ATTEMPTS):
                 if watch.is_abandoned:
                     break
                 process = self._running()
                 began = time.monotonic()
-                answer = _exchange(process, frame, watch)
+                watch.start(process.kill)
+                try:
+                    answer = _exchange(process, frame)
+                finally:
+                    watch.stop()
                 if answer is not None:
                     return _lark(answer)
                 self._end()
@@ -177,18 +182,14 @@ class CheckProcess:
                 continue  # The process that would read the rest is gone.
 
 
-def _exchange(process: subprocess.Popen[bytes], frame: bytes, watch: CheckWatch) -> bytes | None:
-    """Send a message and return the answer; None if the process ended, or exceeded the time limit."""
+def _exchange(process: subprocess.Popen[bytes], frame: bytes) -> bytes | None:
+    """Send a message and return the answer; None if the process ended."""
     assert process.stdout is not None
-    watch.start(process.kill)
-    try:
-        _write(process, frame)
-        head = process.stdout.read(4)
-        content = process.stdout.read(struct.unpack("!I", head)[0]) if len(head) == 4 else b""
-        if not content:
-            process.wait()
-    finally:
-        watch.stop()
+    _write(process, frame)
+    head = process.stdout.read(4)
+    content = process.stdout.read(struct.unpack("!I", head)[0]) if len(head) == 4 else b""
+    if not content:
+        process.wait()
     return content or None
 
 
@@ -266,7 +267,7 @@ class GrammarCompiler:
         if verdict is None:
             process = self._free.get()
             try:
-                verdict = self._verdict(process, key, text, ebnf, watch or CheckWatch())
+                verdict = self._verdict(process, key, text, ebnf, watch)
             finally:
                 self._free.put(process)
         return _lark_or_raise(verdict)
@@ -302,13 +303,13 @@ class GrammarCompiler:
             return verdict
 
     def _verdict(
-        self, process: CheckProcess, key: bytes, text: str, ebnf: bool, watch: CheckWatch
+        self, process: CheckProcess, key: bytes, text: str, ebnf: bool, watch: CheckWatch | None
     ) -> str | InvalidGrammar:
         """Return the result from the cache, where another request may have just added it, or else from a new check."""
         verdict = self._known(key)
         if verdict is None:
             try:
-                verdict = process.check(text, watch, ebnf=ebnf)
+                verdict = process.check(text, ebnf=ebnf, watch=watch)
             except InvalidGrammar as error:
                 verdict = error
             self._remember(key, verdict)
