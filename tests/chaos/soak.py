@@ -29,6 +29,8 @@ OPTIONS = ("--max-num-seqs", "16", "--max-queued-requests", "40", "--stream-buff
 SUPERVISION = ("--max-core-restarts", "100000", "--stall-timeout", "10")
 SETTLE_SECONDS = 120
 
+_STATES = ("live", "running", "waiting")
+
 STEADY, LEAVING, SLOW = 6, 4, 2
 """Number of simultaneous clients of each kind."""
 
@@ -108,9 +110,12 @@ class Soak:
             except Refused as refusal:
                 await asyncio.sleep(self._retry_after(refusal.response))
             except httpx.TimeoutException as error:
-                # Whether others were answered meanwhile shows whether the server was only slow.
+                # Whether others were answered meanwhile shows whether the server was only slow. If nothing runs or
+                # waits while requests are live, an output was lost.
                 since = f"{time.monotonic() - began:.0f} s, {sum(self.counts.values()) - before} other events"
-                raise AssertionError(f"{name!r} got {type(error).__name__} after {since}") from error
+                metrics = await asyncio.to_thread(self._server.metrics)
+                state = ", ".join(f"{metrics[f'kaon_requests_{each}']:.0f} {each}" for each in _STATES)
+                raise AssertionError(f"{name!r} got {type(error).__name__} after {since}; {state}") from error
             else:
                 assert outcome == self._expected[name], f"the answer to {name!r} is another one"
                 self.counts["answers, each as it has to be"] += 1
