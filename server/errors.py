@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -211,6 +211,11 @@ class RequestTimeout(ApiError):
     type = "timeout_error"
     code = "request_timeout"
     headers = {"x-should-retry": "false"}  # noqa: RUF012
+
+    @classmethod
+    def after(cls, seconds: float) -> Self:
+        """Return the error of a request that was not completed within `seconds`."""
+        return cls(f"the request was not done within {seconds:g} s, its timeout; ask for less, or for more time")
 
 
 class SlowReader(BadRequest):

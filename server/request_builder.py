@@ -6,7 +6,9 @@ tool calls is compiled; `new_sequences` creates the messages for the core. `prep
 and the last for chats and responses; `server.routes.completions` does them for its prompts.
 """
 
+import asyncio
 import hashlib
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -23,7 +25,7 @@ from engine.text.structured.compiler import GrammarChecks
 from engine.text.structured.spec import CheckUnavailable, GrammarKind, GrammarSpec, InvalidGrammar
 from server.access_log import facts_of
 from server.error_answers import refusal
-from server.errors import BadRequest, BodyTooLarge, NotReady, UnsupportedMediaType
+from server.errors import BadRequest, BodyTooLarge, NotReady, RequestTimeout, UnsupportedMediaType
 from server.frontend import Frontend, LoadedModel, owner_of
 from server.ignored import ignore
 from server.limits.admission import counted_refusals
@@ -39,10 +41,10 @@ from server.schemas.generation import (
     INT31,
     JsonObjectFormat,
     JsonSchemaFormat,
-    ModelRequest,
     ResponseFormat,
     SamplingFields,
 )
+from server.schemas.messages import MessagesRequest
 from server.schemas.pooling import PoolingFields
 from server.streaming.resumable import ResumableStreams
 from server.streaming.sse import while_connected
@@ -77,7 +79,7 @@ _TAIL_CHARACTERS = 256
 """Length of the prompt's suffix that is searched for whether the template has opened the reasoning."""
 
 Result = TypeVar("Result")
-Accepted = TypeVar("Accepted", bound=ModelRequest | PoolingFields)
+Accepted = TypeVar("Accepted", bound=SamplingFields | MessagesRequest | PoolingFields)
 
 
 def resumed(http: Request) -> Response | None:
@@ -102,14 +104,16 @@ def holder_of_stream(http: Request, request: SamplingFields) -> ResumableStreams
 async def accept(http: Request, model: type[Accepted]) -> AsyncIterator[tuple[Accepted, Frontend, Owner]]:
     """Yield the validated body, the front end and the owner of a request, for all work before `Generation.respond`.
 
-    Raises `ApiError` if the body, the model's name or the server's state does not allow the request. Refusals within
-    the context are counted.
+    Raises `ApiError` if the body, the model's name or the server's state does not allow the request, or its timeout
+    passes within the context. Refusals within the context are counted.
     """
+    began = asyncio.get_running_loop().time()
     models, owner = Models.of(http.app), owner_of(http.scope)
     with counted_refusals(models.shared.metrics):
         async with (
             reading(http, model, models.config.server_config) as request,
             while_connected(http.receive),
+            _until_timeout(began, request.timeout, models.config.server_config.request_timeout),
             models.use(request.model, owner) as frontend,
         ):
             if not isinstance(request, PoolingFields):
@@ -117,6 +121,20 @@ async def accept(http: Request, model: type[Accepted]) -> AsyncIterator[tuple[Ac
             facts_of(http.scope).model = request.model
             yield request, frontend, owner
             drop_input(request)
+
+
+@asynccontextmanager
+async def _until_timeout(began: float, *timeouts: float | None) -> AsyncIterator[None]:
+    """Cancel the block and raise `RequestTimeout` when the shortest of `timeouts` has passed since `began`."""
+    seconds = min((each for each in timeouts if each is not None), default=math.inf)
+    limit = asyncio.timeout_at(None if seconds == math.inf else began + seconds)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise RequestTimeout.after(seconds) from error
 
 
 def drop_input(request: RequestModel) -> None:

@@ -18,7 +18,7 @@ from engine.config.config import Config
 from engine.config.server import ServerConfig
 from engine.messages import ModelInfo
 from engine.text.io_processor import InvalidRequest
-from server.errors import ApiError, NotReady, Overloaded, ShuttingDown
+from server.errors import ApiError, NotReady, Overloaded, RequestTimeout, ShuttingDown
 from server.limits.accounts import Accounts, Tally, has_room
 from server.limits.connections import Connections
 from server.limits.jobs import TooManyJobs
@@ -495,5 +495,7 @@ def _why_refused(error: Exception) -> str:
         return "draining"
     if isinstance(error, NotReady):
         return "not_ready"
+    if isinstance(error, RequestTimeout):
+        return "timeout"
     is_clients_fault = isinstance(error, InvalidRequest) or (isinstance(error, ApiError) and error.status < 500)
     return "invalid" if is_clients_fault else "error"

@@ -96,7 +96,7 @@ class Generation:
         self._arrival_time = self._submit_time = self._states[0].arrival_time
         self._owner = owner
         timeouts = [each for each in (timeout, self._settings.request_timeout) if each is not None]
-        self._timeout = min(timeouts, default=None)
+        self._timeout = min(timeouts, default=math.inf)
         self._deadline: asyncio.TimerHandle | None = None
         self._stream: DeltaStream | None = None
         """Deltas of a streamed answer, with the number of bytes that its client has not read."""
@@ -248,11 +248,11 @@ class Generation:
     def _begin(self, id: str, consumer: Consumer) -> None:
         """Submit the sequences if they are admitted. Raises an `ApiError`, and then nothing has changed."""
         hub, count = self._hub, len(self._states)
-        seconds = math.inf if self._timeout is None else self._arrival_time + self._timeout - time.monotonic()
+        seconds = self._arrival_time + self._timeout - time.monotonic()
         if seconds <= 0:
             hub.metrics.received(count)
             hub.metrics.rejected("timeout", count)
-            raise self._timeout_error()
+            raise RequestTimeout.after(self._timeout)
         self._submit_time = time.monotonic()
         tally = hub.admission.admit(self._owner, self._queued_tokens)
         try:
@@ -267,12 +267,7 @@ class Generation:
     def _on_deadline(self, consumer: Consumer) -> None:
         """End the running sequences. If none runs, the answer only waits for a slow reader, and is not late."""
         if self._hub.cancel(self._states, "timeout"):
-            consumer.fail(self._timeout_error())
-
-    def _timeout_error(self) -> RequestTimeout:
-        return RequestTimeout(
-            f"the request was not done within {self._timeout:g} s, its timeout; ask for less, or for more time"
-        )
+            consumer.fail(RequestTimeout.after(self._timeout))
 
     def _on_full(self, stream: Consumer) -> None:
         """Pause or end the sequences because the client reads `stream` too slowly."""

@@ -620,6 +620,47 @@ async def test_a_transfer_coding_that_the_server_does_not_decode_is_refused() ->
 
 
 @run
+async def test_a_body_whose_end_has_two_readings_is_refused_with_what_follows() -> None:
+    """Another server in front may read the other one, so that what follows would be a request only here."""
+    chunks = b"3\r\nabc\r\n0\r\n\r\n"
+    heads = [
+        b"Content-Length: 3\r\nTransfer-Encoding: chunked",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 3",
+        b"Content-Length: 3\r\nContent-Length: 3",
+        b"Content-Length: 3\r\nContent-Length: 9",
+        *(b"Content-Length: " + length for length in (b"3, 3", b"+3", b"-3", b"0x3", b"3 3", b"", b"9" * 30)),
+        *(
+            b"Transfer-Encoding: " + coding
+            for coding in (b"chunked, identity", b"xchunked", b'"chunked"', b"\x0bchunked")
+        ),
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity",
+        b"Transfer-Encoding : chunked",
+        b"Content-Length : 3",
+        b"Content-Length:\r\n 3",
+        b"X: y\r\n Transfer-Encoding: chunked",
+        b"X: y\nTransfer-Encoding: chunked",
+        b"X: y\rTransfer-Encoding: chunked",
+        b"X\0: y",
+    ]
+    bodies = [
+        b"3;x\ny\r\nabc\r\n0\r\n\r\n",
+        b"3\nabc\n0\n\n",
+        b"-3\r\nabc",
+        b"0x3\r\nabc",
+        b"3\r\nabc0\r\n\r\n",
+        b"F" * 17,
+    ]
+    sent = [b"POST /x HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n" + chunks for head in heads]
+    sent += [b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + body for body in bodies]
+    async with serving() as edge:
+        for each in sent:
+            client = await edge.connect(each + GET)
+            assert (await client.all()).count(b"HTTP/1.1 ") == 1, each
+        assert edge.application.num_requests <= len(bodies)  # It may begin before its body turns out to be broken.
+        assert edge.application.headers == []
+
+
+@run
 async def test_a_request_with_several_hosts_is_refused() -> None:
     async with serving() as edge:
         client = await edge.connect(GET.replace(b"Host: x", b"Host: x\r\nhost: x") + GET)
@@ -629,6 +670,7 @@ async def test_a_request_with_several_hosts_is_refused() -> None:
         assert edge.application.num_requests == 0
 
 
+@run
 async def test_a_request_for_an_upgrade_keeps_its_body_and_what_follows() -> None:
     # As Java's client asks for HTTP/2. If its body were taken for a request, it would get the next one's answer.
     head = b"POST /body HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n%s\r\n\r\n"
@@ -650,6 +692,7 @@ async def test_a_request_for_an_upgrade_keeps_its_body_and_what_follows() -> Non
             assert answers.count(b"\r\n%d\r\n0\r\n\r\n" % length) == 2 + (not length)
 
 
+@run
 async def test_http_1_0_has_no_chunks_in_either_direction() -> None:
     """A proxy of HTTP/1.0 would take the bytes of a chunked body for the next request, or answer."""
     chunked = b"POST /x HTTP/1.0\r\nConnection: keep-alive\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n"

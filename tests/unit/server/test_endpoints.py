@@ -17,12 +17,14 @@ from engine.config.config import Config
 from server import request_builder
 from server.app import create_app
 from server.endpoints import ENDPOINTS, EndpointFamily, all_endpoints
+from server.errors import RequestTimeout
 from server.limits.jobs import MANY_OBJECTS
 from server.limits.owners import Owner
 from server.models import Models
 from server.request_builder import accept, read_request, reading
 from server.schemas.body import RequestModel, as_json, parse_object
 from server.schemas.chat import ChatCompletionRequest
+from server.schemas.completions import CompletionRequest
 from server.schemas.messages import MessagesRequest
 from server.schemas.models import Version
 from server.schemas.responses import ResponsesRequest
@@ -155,6 +157,26 @@ async def test_messages_are_dropped_once_the_prompt_is_made(
     async with accept(Request(scope, received.get), model) as (request, _, _):
         assert len(getattr(request, field)) == 1
     assert getattr(request, field) == []
+
+
+async def test_work_for_a_request_ends_with_its_timeout(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a costly grammar is checked, and delays other clients' ones, after its time has passed."""
+    monkeypatch.setattr(
+        Models, "use", lambda *_: contextlib.nullcontext(SimpleNamespace(check_generates=lambda: None))
+    )
+    app = http._transport.app  # type: ignore[attr-defined]
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": [], "app": app}
+    received = asyncio.Queue[dict[str, object]]()
+    received.put_nowait({"type": "http.request", "body": b'{"model": "m", "prompt": "hi", "timeout": 0.01}'})
+    scope["state"] = {"owner": Owner.of_address(None)}
+    rejected: list[tuple[str, int]] = []
+    monkeypatch.setattr(Models.of(app).shared.metrics, "rejected", lambda *given: rejected.append(given))
+    with pytest.raises(RequestTimeout, match=r"not done within 0\.01 s"):
+        async with accept(Request(scope, received.get), CompletionRequest):
+            await asyncio.Event().wait()
+    assert rejected == [("timeout", 1)]
 
 
 async def test_a_body_over_what_a_full_context_needs_is_refused(http: httpx.AsyncClient) -> None:
