@@ -464,16 +464,19 @@ class _Stored(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tiktoken.model")
+
+
 def _check_replacement(present: Path, new: Path) -> int:
     """Check that a checkpoint is complete and has the same tokenizer. Returns the bytes of its weights.
 
     Raises `ValueError` with a sentence. The engine checks shapes and names of tensors itself; the errors found here
     would otherwise appear only after the engine was ended and started.
     """
-    for name in ("config.json", "tokenizer.json", "tokenizer.model"):
+    for name in ("config.json", *_VOCABULARIES):
         if (present / name).is_file() != (new / name).is_file():
             raise ValueError(f"only one of {present} and {new} has {name}; both must have it, or neither")
-    for name in ("tokenizer.json", "tokenizer.model"):
+    for name in _VOCABULARIES:
         if (new / name).is_file() and (new / name).read_bytes() != (present / name).read_bytes():
             raise ValueError(f"{name} of {new} is not that of the model; weights can be replaced, vocabularies cannot")
     files = list(new.glob("*.safetensors"))

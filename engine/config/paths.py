@@ -11,7 +11,7 @@ from pathlib import Path
 from models.demo import CHECKPOINT_DIR
 from models.errors import CheckpointError, first_line
 
-HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken")
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "tiktoken.model")
 """Files of a hub repository that serving needs: weights, configuration, tokenizer and chat templates."""
 
 _MOST_BYTES = 16 * 2**20

@@ -4,6 +4,7 @@ It uses the `tokenizers` library: the vocabulary stays in native memory without 
 processor and the detokenizer.
 """
 
+import base64
 import codecs
 import ctypes
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from engine.text.checkpoint_settings import read_json_object, read_special_tokens
 from models.errors import CheckpointError
@@ -93,6 +95,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_level_alphabet()
+_CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}
 
 
 def _byte_level_bytes(token: str) -> bytes:
@@ -103,6 +106,81 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 # Checkpoints without a tokenizer.json.
+
+_TIKTOKEN_FILE = "tiktoken.model"
+_KIMI_CLASS = "TikTokenTokenizer"
+"""The `tokenizer_class` of Kimi's checkpoints, whose code has the pattern below."""
+_CAPITALS, _SMALLS = (rf"[\p{{{kind}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kind in (r"Lu}\p{Lt", "Ll"))
+_SHORT_FORMS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_KIMI_PIECES = "|".join(
+    (
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALLS}+{_SHORT_FORMS}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALLS}*{_SHORT_FORMS}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+"""Matches the pieces of a text within which tokens are merged."""
+_RESERVED = 256
+"""Number of ids after the file's tokens that are special tokens, with a name in tokenizer_config.json or without."""
+
+
+def _read_kimi(path: Path) -> tokenizers.Tokenizer:
+    """Read the `tiktoken.model` of a Kimi checkpoint, which has a line of a token in base64 and its rank each.
+
+    Raises `CheckpointError` if a file is damaged.
+    """
+    file = path / _TIKTOKEN_FILE
+    try:
+        lines = [line.split() for line in file.read_bytes().splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        if sorted(ranks.values()) != list(range(len(lines))):
+            raise ValueError("its ranks are not the numbers from 0 on")
+    except ValueError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; download the checkpoint again") from error
+    spelled = {token: "".join(map(_CHARACTER_OF.__getitem__, token)) for token in ranks}
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        halves = [(token[:end], token[end:]) for end in range(1, len(token))]
+        known = [pair for pair in halves if pair[0] in ranks and pair[1] in ranks]
+        merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            {spelled[token]: rank for token, rank in ranks.items()},
+            [(spelled[first], spelled[second]) for first, second in merges],
+            ignore_merges=True,
+        )
+    )
+    pieces = pre_tokenizers.Split(tokenizers.Regex(_KIMI_PIECES), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    _add_named(backend, path / "tokenizer_config.json", len(ranks))
+    return backend
+
+
+def _add_named(backend: tokenizers.Tokenizer, file: Path, first: int) -> None:
+    """Add the tokens from id `first` on, as `added_tokens_decoder` of tokenizer_config.json names them."""
+    named = read_json_object(file).get("added_tokens_decoder", {})
+    try:
+        entries = {int(id): (str(entry["content"]), bool(entry.get("special", True))) for id, entry in named.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"added_tokens_decoder of {file} must name the content of tokens by their ids"
+        ) from error
+    ids = range(first, max((first + _RESERVED - 1, *entries)) + 1)
+    unnamed = [(f"<|reserved_token_{id}|>", True) for id in ids]
+    tokens = [entries.get(id, unnamed[id - first]) for id in ids]
+    backend.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False) for text, special in tokens])
+    wrong = [text for id, (text, _) in zip(ids, tokens, strict=True) if backend.token_to_id(text) != id]
+    if wrong or any(id < first for id in entries):
+        raise CheckpointError(
+            f"added_tokens_decoder of {file} names {wrong[0] if wrong else 'tokens'} at an id of another token; it "
+            f"must name distinct tokens at ids from {first} on"
+        )
 
 
 def convert_slow_tokenizer(path: Path) -> tokenizers.Tokenizer:
@@ -181,7 +259,11 @@ class Tokenizer:
         """Read the tokenizer in checkpoint directory `path`. Raises `CheckpointError` if it is missing or damaged."""
         file = path / "tokenizer.json"
         if not file.is_file():
-            return cls(convert_slow_tokenizer(path), read_special_tokens(path))
+            named = read_json_object(path / "tokenizer_config.json").get("tokenizer_class")
+            is_kimi = named == _KIMI_CLASS and (path / _TIKTOKEN_FILE).is_file()
+            read = cls(_read_kimi(path) if is_kimi else convert_slow_tokenizer(path), read_special_tokens(path))
+            _return_freed_memory()
+            return read
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except BaseException as error:
