@@ -11,6 +11,8 @@ Scope = Literal["inference", "admin", "metrics"]
 
 ALL_SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 
+_MAX_HOST = 64
+"""Most characters of a host that is no address: whatever a proxy on this machine reports as its client."""
 
 KEYLESS_LABEL = "keyless"
 """Label in metrics of clients without a key."""
@@ -69,7 +71,7 @@ class Owner(NamedTuple):
             return cls()
         address = address_of(host.partition("%")[0])
         if address is None:
-            return cls(host)
+            return cls(host[:_MAX_HOST])
         if isinstance(address, ipaddress.IPv6Address):
             return cls(str(ipaddress.ip_network((address, 64), strict=False)))
         return cls(str(address))
