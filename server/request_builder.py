@@ -12,7 +12,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -378,7 +378,7 @@ def _check_chat(request: ChatCompletionRequest, model: LoadedModel, frontend: Fr
 def render_prompt(request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend) -> str:
     """Render the text of the prompt; call it in a thread. Raises `InvalidRequest` and `BadRequest`."""
     tools = [tool.for_template() for tool in request.tools] if request.tool_choice != "none" else []
-    messages = [message.for_template() for message in request.messages]
+    messages = _with_tool_names([message.for_template() for message in request.messages])
     begin_turn = request.add_generation_prompt and not request.continue_final_message
     processor = model.processor
     variables = {**frontend.config.server_config.default_chat_template_kwargs, **request.template_variables}
@@ -405,6 +405,17 @@ def render_prompt(request: ChatCompletionRequest, model: LoadedModel, frontend: 
             "continue_final_message",
         )
     return text[:begin] + final + continued[len(continued.rstrip()) :]
+
+
+def _with_tool_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Name the function in each result of a call, which clients identify by the call's id alone. FunctionGemma's
+    template refuses results without a name, and others show it."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names.update((call["id"], call["function"]["name"]) for call in message.get("tool_calls", ()))
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
+    return messages
 
 
 def last_index(text: str, part: str) -> int:

@@ -239,6 +239,28 @@ def test_variables_of_the_chat_template_have_defaults_of_the_server() -> None:
     assert prompt(chat_template_kwargs={"mark": "?"}) == "False  ?"
 
 
+def test_results_of_calls_have_the_names_of_their_functions() -> None:
+    """Clients give the id of a call only; ids may return in later turns."""
+    info = ModelInfo("", "", "", "", 0, TOKENIZER.vocab_size, 64, [], 16, 10)
+    source = "{% for each in messages if each.role == 'tool' %}{{ each.name }} {% endfor %}"
+    model = SimpleNamespace(processor=InputOutputProcessor(TOKENIZER, ChatTemplate({"default": source}), info))
+
+    def calls(*called: tuple[str, str]) -> dict[str, Any]:
+        function = {"arguments": "{}"}
+        each = [{"id": id, "type": "function", "function": {**function, "name": name}} for id, name in called]
+        return {"role": "assistant", "tool_calls": each}
+
+    def result(id: str, **fields: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": id, "content": "3", **fields}
+
+    first = [calls(("a", "now"), ("b", "find")), result("b"), result("a")]
+    second = [calls(("a", "roll")), result("a"), result("c"), result("a", name="other")]
+    chat = {"model": "m", "messages": [{"role": "user", "content": "Hi"}, *first, *second]}
+    request = validate(chat, ChatCompletionRequest, allow_unknown=False)
+    frontend = cast(Frontend, SimpleNamespace(loaded=model, config=Config()))
+    assert render_prompt(request, cast(LoadedModel, model), frontend) == "find now roll  other "
+
+
 def test_what_is_read_with_each_prompt_has_the_bound_of_a_body() -> None:
     """A suffix of some kilobytes for 2048 prompts could stand for gigabytes of tokens."""
     frontend = cast(Frontend, SimpleNamespace(max_request_bytes=1000))
