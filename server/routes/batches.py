@@ -92,12 +92,19 @@ async def _upload(
 async def read_form(headers: Headers, body: AsyncGenerator[bytes, None]) -> FormData:
     """Parse the fields and the file of multipart form data. Raises `BadRequest`."""
     try:
-        return await MultiPartParser(headers, body, max_files=1, max_fields=8).parse()
+        form = await MultiPartParser(headers, body, max_files=1, max_fields=8).parse()
     except MultiPartException as error:
         raise BadRequest(f"the form cannot be read: {error.message}") from error
     except (LookupError, ValueError) as error:
         # The parser raises these for an unknown charset, and for text that is invalid in its charset.
         raise BadRequest(f"the form cannot be read: {error}") from error
+    try:
+        for name, value in form.multi_items():
+            f"{name}{value.filename if isinstance(value, UploadFile) else value}".encode()
+    except UnicodeEncodeError as error:  # Charsets such as UTF-7 can write it.
+        await form.close()
+        raise BadRequest("the form holds half a surrogate pair, which is not a character; send it in UTF-8") from error
+    return form
 
 
 def _check_fields(form: FormData, *, allow_unknown: bool) -> None:

@@ -244,6 +244,8 @@ def multipart(data: bytes) -> None:
             form = await read_form(headers, stream())
         except BadRequest:
             return
+        for name, value in form.multi_items():  # Answers and the store have them.
+            f"{name}{value if isinstance(value, str) else value.filename}".encode()
         await form.close()
 
     asyncio.run(parse())
