@@ -175,7 +175,7 @@ _SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     }
 )  # fmt: skip
 """Of text parts alone, whose configurations name what differs from the default."""
-_OF_TEXT_KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+OF_TEXT_KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "cosmos3_edge_text": {
             "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "relu2",
@@ -197,6 +197,12 @@ _OF_TEXT_KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
             "head_dim": 128, "tie_word_embeddings": True,
         },
+        "qwen2_5_omni_text": {"num_key_value_heads": 4, "rope_theta": 1e6},
+        "qwen2_5_vl_text": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        "qwen2_vl_text": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        "qwen3_omni_moe_text": {"rope_theta": 1e6},
+        "qwen3_vl_moe_text": {"num_key_value_heads": 16, "max_position_embeddings": 128000, "rope_theta": 5e5},
+        "qwen3_vl_text": {"num_key_value_heads": 32, "max_position_embeddings": 128000, "rope_theta": 5e5},
     }
 )  # fmt: skip
 """By `model_type` of text parts whose values differ from those of the architecture that runs them."""
@@ -206,7 +212,7 @@ _ROPES = frozenset({"rope_parameters", "rope_scaling"})
 def of_text_kind(section: Fields, kind: str) -> Fields:
     """The configuration of a text part with the values and names of the architecture that runs it."""
     values = dict(section.values)
-    values |= {name: value for name, value in _OF_TEXT_KINDS.get(kind, {}).items() if not section.has(name)}
+    values |= {name: value for name, value in OF_TEXT_KINDS.get(kind, {}).items() if not section.has(name)}
     if kind in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text") and not section.has("head_dim"):
         values["head_dim"] = section.integer("hidden_size") // section.integer("num_attention_heads")
     if kind == "paddleocr_vl_text":

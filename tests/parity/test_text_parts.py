@@ -1,5 +1,6 @@
 """Checkpoints of text and images, or under other names, compute the same as their text model."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,15 +9,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from models.architectures.config import ModelConfig, text_name
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS
+from models.config.defaults import OF_TEXT_KINDS
 from models.errors import CheckpointError
 from tests.parity.checkpoints import Family, edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt
 from tests.parity.variants import all_variants, recurrent
 
+_COMPARED = [each.name for each in dataclasses.fields(ModelConfig) if each.name != "fields"]
 _OLD, _NEW, _TEXT_MODEL = "language_model.", "model.language_model.", "model.text_model."
 _TEXT_FIELDS_OF_THE_WHOLE = ("architectures", "dtype", "eos_token_id", "tie_word_embeddings")
 
@@ -153,6 +156,33 @@ def test_the_text_part_computes_what_transformers_whole_computes(whole: Whole, t
     model = PagedModel(path)
     assert model.config.is_text_part
     assert_same_distribution(model.logits(tokens), expected)
+
+
+_SIZES_OF_KINDS = {"glm4v_moe_text": {"head_dim": 128}, "qwen3_omni_moe_text": {"num_attention_heads": 32}}
+"""Where transformers' own defaults are none that fit each other."""
+_LEFT_OUT = {
+    *("max_position_embeddings", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "head_dim", "hidden_act"),
+    *("attention_bias", "mlp_bias", "embedding_multiplier", "logits_scaling", "residual_multiplier", "use_bias"),
+    *("attention_multiplier", "sliding_window", "norm_topk_prob", "first_k_dense_replace", "n_shared_experts"),
+}
+
+
+@pytest.mark.parametrize("kind", OF_TEXT_KINDS)
+def test_fields_that_a_text_part_leaves_out_have_the_values_of_transformers(kind: str, tmp_path: Path) -> None:
+    def read(values: dict[str, Any]) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [whole], "text_config": values}))
+        return ModelConfig.from_checkpoint(tmp_path)
+
+    whole = next(name for name, kinds in TEXT_PARTS.items() if next(iter(kinds)) == kind)
+    own = _SIZES_OF_KINDS.get(kind, {})
+    config = CONFIG_MAPPING[kind](**own).to_dict()
+    complete = read(config)
+    for name in config.keys() & _LEFT_OUT - own.keys():
+        left_out = read({field: value for field, value in config.items() if field != name})
+        named = {name: (getattr(left_out, name), getattr(complete, name)) for name in _COMPARED}
+        assert all(found == expected for found, expected in named.values()), (name, named)
+        for number in ("embedding_multiplier", "logits_scaling", "residual_multiplier"):
+            assert left_out.fields.number(number, 1.0) == complete.fields.number(number, 1.0)
 
 
 @pytest.mark.parametrize("layers", ["blocks", "encoder.layers"])
