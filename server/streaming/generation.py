@@ -18,14 +18,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.config.config import Config
-from engine.messages import AddRequest, TokenLogprobs
+from engine.messages import AddRequest
 from engine.text.io_processor import NewSequence
 from engine.text.request_state import RequestDelta, RequestState
 from server.access_log import RequestFacts, facts_of
 from server.errors import ApiError, BadRequest, EngineError, RequestTimeout, SlowReader
 from server.limits.owners import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
-from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
+from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult, num_logprobs
 from server.streaming.resumable import ResumableStreams
 from server.streaming.sse import PIECE_BYTES, EventStream, Renderer, encode, in_slices, json_response, while_connected
 
@@ -37,6 +37,9 @@ MAX_PROMPT_LOGPROBS, _MAX_OF_SEVERAL = 2**22, 2**20
 """Most log probabilities of prompts in an answer that has those of one prompt once, and in any other. They are at
 least 88 and 22 MB of text. Joining a text holds the interpreter's lock, so requests that clients can split have the
 lower bound."""
+
+_MAX_ANSWER_LOGPROBS = 2**22
+"""Most log probabilities of tokens in a whole answer. Until it is sent they take at least 70 bytes each."""
 
 _MANY_LOGPROBS = 4096
 """More log probabilities are rendered in a thread, so that other streams continue meanwhile."""
@@ -131,7 +134,8 @@ class Generation:
         """
         if http is not None:
             self._facts = facts_of(http.scope)
-        results = WholeResult(len(self._states))
+        most = math.inf if http is None else _MAX_ANSWER_LOGPROBS
+        results = WholeResult(len(self._states), most, self._on_many_logprobs)
         self._begin(id, results)
         try:
             async with nullcontext() if http is None else while_connected(http.receive):
@@ -171,6 +175,8 @@ class Generation:
         Raises `Overloaded` and other `ApiError`s before the first event; a later failure becomes the last event. The
         caller must call `end`, even if it iterates over no event.
         """
+        for state in self._states:
+            state.logprobs = None  # The events have them, and nothing else needs them.
         stream = self._new_stream()
         self._begin(renderer.head.id, stream)
         return self._events(renderer, stream)
@@ -212,11 +218,10 @@ class Generation:
         self, work: Callable[[], Rendered], rendered: Collection[RequestState | RequestDelta]
     ) -> Rendered:
         """Run `work`, which renders these states or deltas; in the thread for large answers if it takes long."""
-        num_logprobs = sum(
-            _num_logprobs(each.logprobs) + self._prompt_copies * _num_logprobs(each.prompt_logprobs)
-            for each in rendered
+        count = sum(
+            num_logprobs(each.logprobs) + self._prompt_copies * num_logprobs(each.prompt_logprobs) for each in rendered
         )
-        if num_logprobs > _MANY_LOGPROBS or len(self._states) > MANY_SEQUENCES:
+        if count > _MANY_LOGPROBS or len(self._states) > MANY_SEQUENCES:
             return await self._hub.answers.run(self._owner, work)
         return work()
 
@@ -268,6 +273,17 @@ class Generation:
         """End the running sequences. If none runs, the answer only waits for a slow reader, and is not late."""
         if self._hub.cancel(self._states, "timeout"):
             consumer.fail(RequestTimeout.after(self._timeout))
+
+    def _on_many_logprobs(self, results: Consumer) -> None:
+        """End the sequences, whose log probabilities have reached the bound."""
+        self._hub.cancel(self._states)
+        results.fail(
+            BadRequest(
+                f"the answer has more than {_MAX_ANSWER_LOGPROBS} log probabilities, of each token and its "
+                "alternatives; ask for fewer choices, tokens or alternatives at a time, or for a stream",
+                param="logprobs",
+            )
+        )
 
     def _on_full(self, stream: Consumer) -> None:
         """Pause or end the sequences because the client reads `stream` too slowly."""
@@ -327,11 +343,6 @@ def _num_prompt_logprobs(request: AddRequest) -> int:
     """Return the number of log probabilities that a prompt will have, of its tokens and their alternatives."""
     alternatives = request.sampling_params.prompt_logprobs
     return 0 if alternatives is None else len(request.prompt_token_ids) * (1 + alternatives)
-
-
-def _num_logprobs(positions: list[TokenLogprobs] | None) -> int:
-    """Return the number of log probabilities, of tokens and their alternatives."""
-    return len(positions) * (1 + len(positions[0].top_ids)) if positions else 0
 
 
 def _mean_logprob(state: RequestState) -> float:

@@ -7,6 +7,7 @@
 import asyncio
 import itertools
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.client.core_manager import CoreManager, EngineDeadError
-from engine.messages import RequestOutput, StepOutputs
+from engine.messages import RequestOutput, StepOutputs, TokenLogprobs
 from engine.text.io_processor import NewSequence
 from engine.text.request_state import RequestDelta, RequestState
 from server.errors import ApiError, BadRequest, EngineError, PoisonousRequest
@@ -356,13 +357,27 @@ def _merged(deltas: Sequence[RequestDelta]) -> RequestDelta:
 class WholeResult:
     """Waits until all of a request's sequences have ended; their states then hold the results."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(
+        self,
+        count: int,
+        max_logprobs: float = math.inf,
+        on_many: Callable[["WholeResult"], object] = lambda result: None,
+    ) -> None:
+        """`on_many` is called when the sequences have more than `max_logprobs` log probabilities, and should end
+        them."""
         self._remaining = count
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_logprobs = 0
+        self._max_logprobs = max_logprobs
+        self._on_many = on_many
 
     def put(self, index: int, delta: RequestDelta) -> None:
         """Note whether the sequence has ended."""
         self._remaining -= delta.finished
+        if delta.logprobs:
+            self._num_logprobs += num_logprobs(delta.logprobs)
+            if self._num_logprobs > self._max_logprobs and self._remaining:
+                self._on_many(self)
         if not self._remaining and not self._done.done():
             self._done.set_result(None)
 
@@ -374,3 +389,8 @@ class WholeResult:
     async def wait(self) -> None:
         """Wait for the end of the last sequence. Raises the error that `fail` was given."""
         await self._done
+
+
+def num_logprobs(positions: Sequence[TokenLogprobs] | None) -> int:
+    """Return the number of log probabilities, of tokens and their alternatives."""
+    return len(positions) * (1 + len(positions[0].top_ids)) if positions else 0

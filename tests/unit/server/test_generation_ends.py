@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from engine.messages import TokenLogprobs
+from engine.messages import RequestOutput, StepOutputs, TokenLogprobs
 from engine.text.request_state import RequestDelta
-from server.errors import EngineError, Overloaded, RequestTimeout
+from server.errors import BadRequest, EngineError, Overloaded, RequestTimeout
 from server.limits.owners import ANYONE, Owner
+from server.streaming import generation
 from server.streaming.generation import Generation
 from server.streaming.hub import DeltaStream
 from server.streaming.sse import EventStream, while_connected
-from tests.unit.generation_support import FrontEnd, renderer
+from tests.unit.generation_support import WORD, FrontEnd, renderer
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "headers": [], "path": "/"}
 FINISHED, REJECTED = "kaon_requests_finished_total", "kaon_requests_rejected_total"
@@ -201,6 +202,24 @@ async def test_the_smaller_of_the_requests_and_the_servers_timeout_counts(server
     assert response.done()
     with pytest.raises(RequestTimeout, match="within 600 s"):
         await response
+
+
+async def test_a_whole_answer_of_too_many_log_probabilities_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay in memory until it is sent: 128 choices of 4000 tokens with 20 alternatives would take gigabytes."""
+    monkeypatch.setattr(generation, "_MAX_ANSWER_LOGPROBS", 5)
+    front = FrontEnd()
+    response = asyncio.ensure_future(
+        front.generation(time.monotonic(), n=2).respond(http(), renderer(2), stream=False)
+    )
+    await settle()
+    position = TokenLogprobs(WORD[0], -1.0, (1, 2), (-1.0, -2.0))
+    for id in (0, 1):
+        assert not front.core.aborted
+        front.hub.receive(StepOutputs([RequestOutput(id, WORD, logprobs=[position])]))
+    with pytest.raises(BadRequest, match="more than 5 log probabilities"):
+        await response
+    assert front.core.aborted == [0, 1]
+    assert frontend_at_rest(front)
 
 
 async def test_an_answer_in_time_is_not_disturbed_by_its_deadline() -> None:
