@@ -1,10 +1,14 @@
 """The CPU's operators of hyper-connections against torch, for every instruction set of this processor."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from models.layers.hyper_connection import HyperConnection, HyperHead, mean_of, repeated
-from models.ops.cpu import runtime
+from models.ops.cpu import dense, runtime
+from models.ops.cpu import streams as ops
+from models.ops.cpu.packed_weight import CodedWeight, PackedWeight, QuantizedWeight
 from tests.parity.test_cpu_operators import bf16, operators, pytestmark
 
 __all__ = ["operators", "pytestmark"]
@@ -47,3 +51,23 @@ def test_operators_equal_torch(
     _by_torch(monkeypatch)
     for ours, expected in zip(found, run(), strict=True):
         _close(ours, expected)
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize(
+    "make",
+    [
+        PackedWeight,
+        lambda *sizes: QuantizedWeight(*sizes, 8),
+        lambda *sizes: QuantizedWeight(*sizes, 4),
+        lambda *sizes: CodedWeight(*sizes, bits=4, rounds=True),
+    ],
+    ids=["bfloat16", "int8", "int4", "mxfp4"],
+)
+def test_a_weight_multiplies_each_stream_as_it_does_rows(make: Callable[[int, int], PackedWeight]) -> None:
+    tokens, count, inputs, outputs = 5, 3, 96, 70
+    weight, streams = make(outputs, inputs), bf16(tokens, count * inputs, seed=1).view(tokens, count, inputs)
+    weight.put(0, bf16(outputs, inputs, seed=2))
+    found = ops.linear(streams, weight)
+    assert found.shape == (tokens, count, outputs)
+    assert torch.equal(found.view(-1, outputs), dense.linear(streams.view(-1, inputs), weight))
