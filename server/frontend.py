@@ -464,7 +464,7 @@ class _Stored(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tiktoken.model")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "hy.tiktoken")
 
 
 def _check_replacement(present: Path, new: Path) -> int:

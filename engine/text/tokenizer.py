@@ -9,13 +9,13 @@ import codecs
 import ctypes
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from engine.text.checkpoint_settings import read_json_object, read_special_tokens
 from models.errors import CheckpointError
@@ -107,39 +107,58 @@ def _byte_level_bytes(token: str) -> bytes:
 
 # Checkpoints without a tokenizer.json.
 
-_TIKTOKEN_FILE = "tiktoken.model"
-_KIMI_CLASS = "TikTokenTokenizer"
-"""The `tokenizer_class` of Kimi's checkpoints, whose code has the pattern below."""
+
+class _TiktokenForm(NamedTuple):
+    """What a family's code, which is never run, adds to its file of tokens."""
+
+    file: str
+    """Has a line of a token in base64 and its rank each."""
+    pieces: str
+    """Matches the pieces of a text within which tokens are merged."""
+    further: Callable[[int], list[str]]
+    """Names of the special tokens after the file's; those of tokenizer_config.json replace them. Called with the first
+    id."""
+    is_composed: bool = False
+    """Whether texts are brought to Unicode's composed form (NFC)."""
+
+
 _CAPITALS, _SMALLS = (rf"[\p{{{kind}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kind in (r"Lu}\p{Lt", "Ll"))
-_SHORT_FORMS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_KIMI_PIECES = "|".join(
-    (
-        r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALLS}+{_SHORT_FORMS}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALLS}*{_SHORT_FORMS}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
+_SHORT_FORMS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SIGNS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_KIMI = _TiktokenForm(
+    "tiktoken.model",
+    "|".join(
+        (
+            r"[\p{Han}]+",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALLS}+{_SHORT_FORMS}?",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALLS}*{_SHORT_FORMS}?",
+            r"\p{N}{1,3}",
+            _SIGNS_AND_SPACES,
+        )
+    ),
+    lambda first: [f"<|reserved_token_{id}|>" for id in range(first, first + 256)],
 )
-"""Matches the pieces of a text within which tokens are merged."""
-_RESERVED = 256
-"""Number of ids after the file's tokens that are special tokens, with a name in tokenizer_config.json or without."""
+_HUNYUAN_NAMES = [f"<|{name}|>" for name in ("endoftext", "startoftext", "bos", "eos", "pad")]
+_HUNYUAN = _TiktokenForm(
+    "hy.tiktoken",
+    rf"{_SHORT_FORMS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SIGNS_AND_SPACES}",
+    lambda _: [*_HUNYUAN_NAMES, *(f"<|extra_{number}|>" for number in range(205))],
+    is_composed=True,
+)
+_TIKTOKEN_FORMS = {"TikTokenTokenizer": _KIMI, "HYTokenizer": _HUNYUAN}
+"""By `tokenizer_class` of tokenizer_config.json."""
 
 
-def _read_kimi(path: Path) -> tokenizers.Tokenizer:
-    """Read the `tiktoken.model` of a Kimi checkpoint, which has a line of a token in base64 and its rank each.
-
-    Raises `CheckpointError` if a file is damaged.
-    """
-    file = path / _TIKTOKEN_FILE
+def _read_tiktoken(path: Path, form: _TiktokenForm) -> tokenizers.Tokenizer:
+    """Read a file of tokens. Raises `CheckpointError` if it is damaged."""
+    file = path / form.file
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
         if sorted(ranks.values()) != list(range(len(lines))):
             raise ValueError("its ranks are not the numbers from 0 on")
+        if missing := {bytes([byte]) for byte in range(256)} - ranks.keys():
+            raise ValueError(f"it lacks tokens of {len(missing)} single bytes")
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be read: {error}; download the checkpoint again") from error
     spelled = {token: "".join(map(_CHARACTER_OF.__getitem__, token)) for token in ranks}
@@ -155,15 +174,17 @@ def _read_kimi(path: Path) -> tokenizers.Tokenizer:
             ignore_merges=True,
         )
     )
-    pieces = pre_tokenizers.Split(tokenizers.Regex(_KIMI_PIECES), "isolated")
+    if form.is_composed:
+        backend.normalizer = normalizers.NFC()
+    pieces = pre_tokenizers.Split(tokenizers.Regex(form.pieces), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
-    _add_named(backend, path / "tokenizer_config.json", len(ranks))
+    _add_further(backend, path / "tokenizer_config.json", len(ranks), form.further(len(ranks)))
     return backend
 
 
-def _add_named(backend: tokenizers.Tokenizer, file: Path, first: int) -> None:
-    """Add the tokens from id `first` on, as `added_tokens_decoder` of tokenizer_config.json names them."""
+def _add_further(backend: tokenizers.Tokenizer, file: Path, first: int, names: list[str]) -> None:
+    """Add the tokens from id `first` on, as `added_tokens_decoder` of tokenizer_config.json or `names` has them."""
     named = read_json_object(file).get("added_tokens_decoder", {})
     try:
         entries = {int(id): (str(entry["content"]), bool(entry.get("special", True))) for id, entry in named.items()}
@@ -171,15 +192,16 @@ def _add_named(backend: tokenizers.Tokenizer, file: Path, first: int) -> None:
         raise CheckpointError(
             f"added_tokens_decoder of {file} must name the content of tokens by their ids"
         ) from error
-    ids = range(first, max((first + _RESERVED - 1, *entries)) + 1)
-    unnamed = [(f"<|reserved_token_{id}|>", True) for id in ids]
-    tokens = [entries.get(id, unnamed[id - first]) for id in ids]
-    backend.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False) for text, special in tokens])
-    wrong = [text for id, (text, _) in zip(ids, tokens, strict=True) if backend.token_to_id(text) != id]
-    if wrong or any(id < first for id in entries):
+    tokens = {first + index: (name, True) for index, name in enumerate(names)} | entries
+    tokens = {id: tokens[id] for id in sorted(tokens)}
+    backend.add_tokens(
+        [tokenizers.AddedToken(text, special=special, normalized=False) for text, special in tokens.values()]
+    )
+    wrong = [text for id, (text, _) in tokens.items() if id < first or backend.token_to_id(text) != id]
+    if wrong:
         raise CheckpointError(
-            f"added_tokens_decoder of {file} names {wrong[0] if wrong else 'tokens'} at an id of another token; it "
-            f"must name distinct tokens at ids from {first} on"
+            f"added_tokens_decoder of {file} names {wrong[0]} at an id of another token; it must name distinct tokens "
+            f"at ids from {first} on, without gaps after {first + len(names)}"
         )
 
 
@@ -259,9 +281,12 @@ class Tokenizer:
         """Read the tokenizer in checkpoint directory `path`. Raises `CheckpointError` if it is missing or damaged."""
         file = path / "tokenizer.json"
         if not file.is_file():
-            named = read_json_object(path / "tokenizer_config.json").get("tokenizer_class")
-            is_kimi = named == _KIMI_CLASS and (path / _TIKTOKEN_FILE).is_file()
-            read = cls(_read_kimi(path) if is_kimi else convert_slow_tokenizer(path), read_special_tokens(path))
+            form = _TIKTOKEN_FORMS.get(str(read_json_object(path / "tokenizer_config.json").get("tokenizer_class")))
+            if form is None or not (path / form.file).is_file():
+                backend = convert_slow_tokenizer(path)
+            else:
+                backend = _read_tiktoken(path, form)
+            read = cls(backend, read_special_tokens(path))
             _return_freed_memory()
             return read
         try:

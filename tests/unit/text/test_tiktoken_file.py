@@ -1,8 +1,9 @@
-"""Kimi's `tiktoken.model`: bytes are merged by rank, within the pieces that Kimi's pattern matches."""
+"""Kimi's and Hunyuan's tiktoken files: bytes are merged by rank, within the pieces of the family's pattern."""
 
 import base64
 import itertools
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,18 @@ from engine.text.tokenizer import Tokenizer
 from models.errors import CheckpointError
 from tests.unit.text.conftest import CORPUS
 
-PIECES = regex.compile(
+KIMI = regex.compile(
     r"[\p{Han}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    regex.V1,
+)
+HUNYUAN = regex.compile(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     regex.V1,
 )
 TEXTS = [
@@ -47,10 +53,12 @@ def ranks() -> dict[bytes, int]:
 RANKS = ranks()
 
 
+LINES = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in RANKS.items())
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in RANKS.items()]
-    (tmp_path / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    (tmp_path / "tiktoken.model").write_text(LINES)
     write_config(tmp_path, {len(RANKS) + int(id): token for id, token in NAMED.items()})
     return tmp_path
 
@@ -79,8 +87,21 @@ def merged(piece: bytes) -> list[int]:
 def test_text_is_merged_within_pieces_by_rank(path: Path, text: str) -> None:
     tokenizer = Tokenizer.from_checkpoint(path)
     ids = tokenizer.encode(text)
-    assert ids == [id for piece in PIECES.findall(text) for id in merged(piece.encode())]
+    assert ids == [id for piece in KIMI.findall(text) for id in merged(piece.encode())]
     assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_hunyuan_has_another_pattern_and_composes_characters(tmp_path: Path, text: str) -> None:
+    (tmp_path / "hy.tiktoken").write_text(LINES)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "HYTokenizer"}))
+    tokenizer = Tokenizer.from_checkpoint(tmp_path)
+    composed = unicodedata.normalize("NFC", text)
+    ids = tokenizer.encode(f"{text}<|eos|><|extra_0|>")
+    expected = [id for piece in HUNYUAN.findall(composed) for id in merged(piece.encode())]
+    assert ids == [*expected, len(RANKS) + 3, len(RANKS) + 5]
+    assert tokenizer.vocab_size == len(RANKS) + 210
+    assert tokenizer.decode(ids) == composed
 
 
 def test_tokens_after_those_of_the_file_have_the_names_of_the_configuration(path: Path) -> None:
@@ -95,7 +116,9 @@ def test_tokens_after_those_of_the_file_have_the_names_of_the_configuration(path
     assert tokenizer.decode(ids) == "the<think>the"
 
 
-@pytest.mark.parametrize("content", ["AA== 0\nAA== 1\n", "AQ== 5\n", "AA 0\n", "AA==\n", "\xff 0\n", "AA== x\n"])
+@pytest.mark.parametrize(
+    "content", ["AA== 0\nAA== 1\n", "AQ== 5\n", "AA 0\n", "AA==\n", "\xff 0\n", "AA== x\n", "AA== 0\n"]
+)
 def test_a_damaged_file_is_named(path: Path, content: str) -> None:
     (path / "tiktoken.model").write_text(content, encoding="latin-1")
     with pytest.raises(CheckpointError, match=r"tiktoken\.model cannot be read: .*; download the checkpoint again"):
