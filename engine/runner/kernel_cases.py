@@ -80,7 +80,7 @@ def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: 
                 rows=(head_rows(q), None if k is None else head_rows(k), None if v is None else head_rows(v)),
             )
     top_k = observed.indexed[0].top_k if observed.indexed else None
-    for q, kv_b, latents, options, inputs in observed.latents:
+    for q, kv_b, latents, options, inputs, num_selected in observed.latents:
         vectors = latents.vectors
         vectors_as_hardware_reads(vectors, options.k_scale, q.device)
         rank = kv_b.shape[2]
@@ -98,7 +98,7 @@ def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: 
             cache_dtype=vectors.dtype,
             block_size=vectors.shape[1],
             inputs=inputs,
-            top_k=top_k,
+            top_k=top_k if num_selected is None else num_selected,
         )
     for q, keys, most in observed.indexed:
         vectors = keys.vectors

@@ -5,7 +5,13 @@ from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.gemma3 import local_rope
-from models.architectures.gemma4 import Gemma4Attention, LayerInputsBody, caches_of, unread_of_shared_layers
+from models.architectures.gemma4 import (
+    Gemma4Attention,
+    LayerInputsBody,
+    LayerInputsLayer,
+    caches_of,
+    unread_of_shared_layers,
+)
 from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
@@ -111,13 +117,13 @@ class Gemma3nMLP(LlamaMLP):
         return total / self.size
 
 
-class Gemma3nDecoderLayer(nn.Module):
+class Gemma3nDecoderLayer(LayerInputsLayer):
     """Attention and feed-forward of the active stream, each between two norms, and a per-layer input."""
 
     def __init__(self, config: ModelConfig, layer: int, cache_of: int | None, parallel: TensorParallel) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        own_size = config.fields.integer("hidden_size_per_layer_input")
+        self.own_size = config.fields.integer("hidden_size_per_layer_input")
         self.is_local = config.sliding_windows[layer] is not None
         self.self_attn = Gemma4Attention(config, layer, cache_of, parallel)
         self.mlp = Gemma3nMLP(config, layer, parallel)
@@ -127,8 +133,8 @@ class Gemma3nDecoderLayer(nn.Module):
         self.post_feedforward_layernorm = RMSNorm(size, eps)
         self.altup, self.laurel = AltUp(config), Laurel(config)
         self.activation = ACTIVATIONS[config.activation]
-        self.per_layer_input_gate = ColumnParallelLinear(size, own_size)
-        self.per_layer_projection = ColumnParallelLinear(own_size, size)
+        self.per_layer_input_gate = ColumnParallelLinear(size, self.own_size)
+        self.per_layer_projection = ColumnParallelLinear(self.own_size, size)
         self.post_per_layer_input_norm = RMSNorm(size, eps)
 
     def forward(self, streams: torch.Tensor, own: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Gemma 4's text model: two kinds of layers with different head sizes, per-layer inputs, and shared keys and
 values."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,8 +26,11 @@ from models.layers.parameter import WeightPart, empty_parameter, load_whole, req
 from models.layers.rotary import RotaryEmbedding
 from models.layers.routing import SoftmaxRouter
 from models.ops.activation import ACTIVATIONS, activate, gated_activation
-from models.ops.types import HeadNorms, Rotation
+from models.ops.types import Gating, HeadNorms, Rotation
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+
+if TYPE_CHECKING:
+    from models.ops.self_test import Case
 
 _LOCAL, _FULL = "sliding_attention", "full_attention"
 _ROPES = {
@@ -110,7 +114,23 @@ class Gemma4Router(nn.Module):
         load_whole(parameter, loaded.float() * parameter.shape[0] ** -0.5, part)
 
 
-class Gemma4DecoderLayer(nn.Module):
+class LayerInputsLayer(nn.Module):
+    """A layer whose input of its own, if any, is multiplied by an activation."""
+
+    own_size: int
+    """0 without such an input."""
+    activation: int
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """That activation."""
+        from models.ops.triton.cases.elementwise import ActivationCase
+
+        del max_tokens
+        if self.own_size:
+            yield ActivationCase(self.own_size, Gating(self.activation), dtype)
+
+
+class Gemma4DecoderLayer(LayerInputsLayer):
     """Attention and feed-forward, each between two norms, with optional parallel experts and a per-layer input."""
 
     def __init__(self, config: ModelConfig, layer: int, cache_of: int | None, parallel: TensorParallel) -> None:

@@ -27,6 +27,8 @@ class AttendedLatents(NamedTuple):
     cache: VectorCache
     options: AttentionOptions
     inputs: LatentInputs
+    num_selected: int | None
+    """Columns of the selected positions; None without a selection."""
 
 
 class Indexed(NamedTuple):
@@ -74,9 +76,10 @@ class ObservingBackend(GPUAttentionBackend):
         inputs: LatentInputs | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
-        del metadata, selected
+        del metadata
         assert inputs is not None, "layers leave norms and rotation to the backend"
-        self.latents.append(AttendedLatents(q, kv_b, cache, options, inputs))
+        num_selected = None if selected is None else selected.shape[1]
+        self.latents.append(AttendedLatents(q, kv_b, cache, options, inputs, num_selected))
         nope = q.shape[2] - (latent.shape[1] - kv_b.shape[2])
         return q.new_zeros(*q.shape[:2], kv_b.shape[1] - nope)
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from models.ops.triton.configs import launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.triton.launcher import jit
+from models.ops.triton.specializations import in_one_form
 from models.ops.types import CLAMPED_SILU, CLIPPED_SILU, GELU, GELU_TANH, RELU, SILU
 from models.ops.weight_formats import FP8_GROUP, RoundedRows
 
@@ -157,15 +158,16 @@ def rms_norm(
     rows = x if x.dim() == 2 else x.flatten(0, -2)
     num_rows, size = rows.shape
     out = rows.new_empty(num_rows, size)
-    residual_rows = rows if residual is None else residual if residual.dim() == 2 else residual.view(-1, size)
+    read = in_one_form(rows)
+    residual_rows = read if residual is None else residual if residual.dim() == 2 else residual.view(-1, size)
     launch = launch_of("rms_norm", x.device, size=size)
     rms_norm_kernel[(cdiv(num_rows, launch.blocks["ROWS"]),)](
-        rows,
+        read,
         residual_rows,
         weight,
         weight if bias is None else bias,
         out,
-        rows.stride(0),
+        read.stride(0),
         residual_rows.stride(0),
         num_rows,
         eps,
@@ -285,6 +287,7 @@ def activated(
 ) -> torch.Tensor:
     """`activation(gate) * up`, or without `up` the activation alone. # [rows, features] each"""
     num_rows, features = gate.shape
+    gate, up = in_one_form(gate), None if up is None else in_one_form(up)
     out = gate.new_empty(num_rows, features)
     launch = launch_of("gated", gate.device, rounds=rounded is not None)
     gated_kernel[(num_rows, cdiv(features, launch.blocks["FEATURES"]))](

@@ -59,7 +59,10 @@ def _load_latents(rows, first, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 
 # What differs from step to step; the tokens of a step may begin anywhere in their tensors.
-@jit(do_not_specialize=["table_stride", "num_runs"], do_not_specialize_on_alignment=["token_rows", "token_lens"])
+@jit(
+    do_not_specialize=["table_stride", "num_runs"],
+    do_not_specialize_on_alignment=["token_rows", "token_lens", "selected"],
+)
 def latent_attention_kernel(
     q,  # [T, H, RANK]
     q_rope,  # [T, H, ROPE]
@@ -218,6 +221,9 @@ def latent_attention(
     `selected` [T, K] int64 a token sees the latents at those positions, -1 for none, and `token_lens` is not read.
     """
     num_tokens, num_heads, rank = q.shape
+    if rank % 16:
+        # A product's result has strides by the number of tokens, and kernels are compiled by which 16 divides.
+        q = q.contiguous()
     shape = {"heads": num_heads, "sparse": selected is not None, "element": q.element_size()}
     launch = launch_of("latent_attention", q.device, **shape)
     merge = launch_of("merge_latent_runs", q.device)

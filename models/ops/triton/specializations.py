@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from triton import knobs
 
 _OURS = "models.ops.triton."
@@ -33,6 +34,17 @@ class UncheckedKernel(RuntimeError):
     def __init__(self, specialization: Specialization, operator: str) -> None:
         self.specialization, self.refused_operator = specialization, operator
         super().__init__(f"a kernel for {operator} was not compared with torch in this form: {specialization}")
+
+
+def in_one_form(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a size that 16 does not divide, at an address and a stride that follow from their size alone.
+
+    Otherwise the form of a kernel's launch would depend on what the rows are a part of. # [rows, size]
+    """
+    size = rows.shape[1]
+    if size % 16 == 0 or (rows.stride(0) == size and rows.data_ptr() % 16 == 0):
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 class CheckedKernels:

@@ -13,6 +13,7 @@ from models.ops.triton.configs import launch_of
 from models.ops.triton.gated_delta import DeltaPlan, token_range, unit_rows
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.triton.launcher import jit
+from models.ops.triton.specializations import in_one_form
 
 
 @triton.jit
@@ -220,7 +221,7 @@ def selective_scan(
     # states [slots, N, channels] float32 -> [T, channels]
     """
     _, size, num_channels = states.shape
-    out = x.new_empty(len(x), num_channels)
+    out, b, c = x.new_empty(len(x), num_channels), in_one_form(b), in_one_form(c)
     launch = launch_of("selective_scan", x.device)
     sizes = x.stride(0), dt.stride(0), b.stride(0), c.stride(0), num_channels
     tile = max(16, next_power_of_2(size))
@@ -246,5 +247,6 @@ def _rows_of(plan: DeltaPlan) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ..
         found.append((slots, (starts, starts, after), flags))
     if plan.spans is not None:
         slots = plan.slots[decodes:]
-        found.append((slots, (plan.spans, plan.spans, slots), {"IS_SPAN": True, "HAS_STARTS": False}))
+        # Slots after tokens are not read, and those of all rows begin at the same address whatever the decodes.
+        found.append((slots, (plan.spans, plan.spans, plan.slots), {"IS_SPAN": True, "HAS_STARTS": False}))
     return found

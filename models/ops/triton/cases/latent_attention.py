@@ -218,7 +218,7 @@ class LatentCase(Case):
         count = len(lengths)
         # So large that scores are of some units.
         size = 2 / (self.scale * (self.rank + self.rope) ** 0.5)
-        q = problems.normal(count, self.heads, self.rank, dtype=self.dtype, scale=size)
+        q = problems.normal(self.heads, count, self.rank, dtype=self.dtype, scale=size).transpose(0, 1)
         q_rope = problems.normal(count, self.heads, self.rope, dtype=self.dtype, scale=size)
         rows, lens = pages.ints(range(count)), pages.ints(lengths)
         selections: list[torch.Tensor | None] = [None]
@@ -247,9 +247,10 @@ class LatentCase(Case):
         tokens, keys = 47, 130
         q = problems.normal(tokens, self.heads, self.nope + self.rope, dtype=self.dtype)
         expanded = problems.normal(keys, self.heads, self.nope + self.value, dtype=self.dtype)
-        shared = problems.normal(keys, self.rope, dtype=self.dtype)
+        shared = problems.normal(keys, self.rank + self.rope, dtype=self.dtype)[:, self.rank :]
         out = q.new_empty(tokens, self.heads, self.value)
-        # The rotated part lies apart, as layers pass it: kernels are compiled by which strides are multiples of 16.
+        # The rotated part lies apart, and the shared key next to latents, as layers pass them: kernels are compiled by
+        # which addresses and strides are multiples of 16.
         nope, rope = q[..., : self.nope], q[..., self.nope :].contiguous()
         pieces = torch.tensor(spans, dtype=torch.int32, device=problems.device)
         latent_prefill(nope, rope, expanded, shared, pieces, out, None, longest=40, scale=self.scale)

@@ -244,6 +244,9 @@ class Mamba2Case(Case):
         x = problems.normal(rows.num_tokens, wide, dtype=self.dtype, scale=0.5)
         product = problems.normal(rows.num_tokens, inner + wide + self.heads, dtype=self.dtype)
         gate, dt = product[:, :inner], product[:, inner + wide :]
+        if self.gate == "none":
+            # What MiniMax passes, whose time steps are all 1.
+            dt = x[:, : self.heads]
         a_log, d, dt_bias = (problems.normal(self.heads, scale=0.5) for _ in range(3))
         states = problems.normal(rows.num_slots, self.heads, self.state, self.dim, scale=0.3)
         pool, after = rows.pool(states)
