@@ -51,7 +51,7 @@ _SECONDS_LEARNT, _MORE_SECONDS_LEARNT = 0.2, 0.04
 """Weight of a measurement in a cost: one below the present value, and one above it. Other processes only lengthen
 steps, so the cost is nearer to the short measurements than the mean is."""
 _LARGEST_FACTOR = 3.0
-"""The largest factor by which one measurement may exceed the mean."""
+"""The largest factor by which a measurement may exceed the mean of its size, or that between the sizes around it."""
 _EXACT = 8
 """Size up to which each size is measured separately; above it, sizes are grouped in eighths of a power of two."""
 _BLOCK_STEPS, _SHORT_BLOCK_STEPS = 32, 16
@@ -74,9 +74,10 @@ _FEW_ROWS_SIZE = 4
 which they lost, other text would otherwise wait long for a try."""
 _CREDIT = 0.005
 """Seconds that tries may lose in advance, so that a single lost try does not delay the next one."""
-_LARGEST_DELAY = 4.0
-"""The largest factor by which a step may exceed the expected duration of plain steps: longer ones were interrupted.
-With drafts they count as so long, since they may have lost; plain ones do not count."""
+_LARGEST_DELAY = 2.0
+"""The largest factor by which a plain step may exceed its expected duration: a longer one was interrupted, and does
+not count. One with drafts that exceeds its expected duration by as much counts as expected, and in any case as at most
+twice this factor of the plain duration."""
 _WITH_REMEMBERED, _WITHOUT_REMEMBERED = 0.7, 0.9
 """Weight of earlier blocks with drafts, and without, relative to the block after them."""
 _REJECTED_SECONDS = 2.0
@@ -102,7 +103,7 @@ class _Mean:
             self.seconds = seconds if self.count == 1 else min(self.seconds, seconds)
             return
         learnt = _SECONDS_LEARNT if seconds < self.seconds else _MORE_SECONDS_LEARNT
-        self.seconds += learnt * (min(seconds, _LARGEST_FACTOR * self.seconds) - self.seconds)
+        self.seconds += learnt * (seconds - self.seconds)
 
 
 class _Means:
@@ -114,6 +115,9 @@ class _Means:
         """Its keys, in ascending order."""
 
     def note(self, size: int, seconds: float, step: int) -> None:
+        if self._sizes and self._sizes[0] <= size <= self._sizes[-1]:
+            expected = self.at(size, step - _STALE_STEPS + 1)
+            seconds = min(seconds, _LARGEST_FACTOR * expected) if expected else seconds
         mean = self._means.get(size)
         if mean is None:
             mean = self._means[size] = _Mean()
@@ -162,8 +166,8 @@ class StepCosts:
         self._drafted: dict[int, int] = {}
         """The last step in which so many rows drafted, on the host or on the device, by size."""
         self._num_steps = 0
-        self._prompts, self._has_plain_prompts = _Means(), False
-        """Costs of prompts by their tokens in a step, and whether they were measured in steps without drafts."""
+        self._prompts = _Means(), _Means()
+        """Costs of prompts by their tokens in a step: where a model drafts, and in plain steps."""
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Record the duration of a step of decodes, without drafting."""
@@ -200,6 +204,8 @@ class StepCosts:
 
     def with_drafting(self, num_tokens: int, num_rows: int, depth: int) -> float:
         """Expected seconds of a step and of drafting `depth` tokens for each of `num_rows` rows after it."""
+        if not depth:
+            return self.step(num_tokens)
         whole = self._drafting_steps.at(_size(num_tokens), self._since)
         return self.step(num_tokens) + self.drafting(num_rows, depth) if whole is None else whole
 
@@ -228,17 +234,17 @@ class StepCosts:
         since = self._since
         return max((size for size, step in self._drafted.items() if step >= since), default=0)
 
-    def note_prompts(self, num_decoded: int, num_tokens: int, seconds: float, *, is_plain: bool) -> None:
-        """Record the duration of a step with `num_tokens` of prompts next to `num_decoded` of decodes.
+    def note_prompts(self, num_tokens: int, seconds: float, *, is_plain: bool) -> None:
+        """Record by how much longer a step took with `num_tokens` of prompts than without."""
+        self._prompts[is_plain].note(_size(num_tokens), seconds, self._num_steps)
 
-        A step that is not plain counts only until one was.
-        """
-        if not is_plain and self._has_plain_prompts:
-            return
-        if self._has_plain_prompts is not is_plain:
-            self._prompts, self._has_plain_prompts = _Means(), is_plain
-        seconds -= self.step(num_decoded) if num_decoded else 0.0
-        self._prompts.note(_size(num_tokens), seconds, self._num_steps)
+    def prompts(self, num_tokens: int, *, is_plain: bool) -> float | None:
+        """Expected seconds by which prompts lengthen a step; None if none was measured, with drafts or without."""
+        if not num_tokens:
+            return 0.0
+        size, since = _size(num_tokens), self._since
+        seconds = self._prompts[is_plain].at(size, since)
+        return self._prompts[not is_plain].at(size, since) if seconds is None else seconds
 
     def plain_seconds(self, num_rows: int, num_generated: int, num_prompt_tokens: int) -> tuple[float, float]:
         """Expected seconds in which steps of `num_rows` without drafts generate and compute so many tokens, and those
@@ -247,7 +253,7 @@ class StepCosts:
         Both are 0 if this is not known yet.
         """
         step = self.step(num_rows) if num_rows else 0.0
-        prompts = self._prompts.at(_size(num_prompt_tokens), self._since) if num_prompt_tokens else 0.0
+        prompts = self.prompts(num_prompt_tokens, is_plain=True)
         if (num_rows and not step) or prompts is None:
             return 0.0, 0.0
         generating = step * num_generated / max(1, num_rows)
@@ -411,7 +417,7 @@ class DraftGate:
         self._num_rows += num_steps * num_rows
         self._seconds += num_steps * seconds
         if plain and (self.is_open or seconds <= _LARGEST_DELAY * plain):
-            seconds = min(seconds, _LARGEST_DELAY * plain)
+            seconds = min(seconds, 2.0 * _LARGEST_DELAY * plain)
             sums = (num_steps * each for each in (generating, num_generated, num_decodes))
             self._block.add(num_steps * plain, num_steps * seconds, 1.0, *sums)
         if self._is_over():
@@ -629,8 +635,8 @@ class DraftPlan:
         takes_part = self._by_model and bool(batch.num_next_drafts)
         is_plain = not (takes_part or num_drafts)
         if num_prompt_tokens:
-            seconds_of_model = seconds - draft_seconds
-            self.costs.note_prompts(num_rows + num_drafts, num_prompt_tokens, seconds_of_model, is_plain=is_plain)
+            without = self._seconds_without_prompts(batch, num_rows + num_drafts)
+            self.costs.note_prompts(num_prompt_tokens, seconds - without, is_plain=is_plain)
         elif has_drafted:
             num_drafting = sum(map(bool, batch.num_next_drafts))
             self.costs.note_drafting_step(batch.total_tokens_num, num_drafting, seconds / num_rounds)
@@ -639,8 +645,11 @@ class DraftPlan:
         if self._by_model and is_plain is not self.gate.is_open:
             # Steps that were scheduled before the gate opened or closed belong to neither kind of block.
             plain, generating = self.costs.plain_seconds(num_rows, num_generated, num_prompt_tokens)
-            if takes_part and not num_prompt_tokens:
-                seconds = self._without_interruption(batch, seconds, num_rounds)
+            if takes_part and plain:
+                usual = self._seconds_without_prompts(batch, num_rows + num_drafts) * num_rounds
+                usual += self.costs.prompts(num_prompt_tokens, is_plain=False) or 0.0
+                if seconds > usual + (_LARGEST_DELAY - 1.0) * plain:
+                    seconds = usual
             self.gate.note(
                 batch.total_seqs_num,
                 seconds / num_rounds,
@@ -651,13 +660,12 @@ class DraftPlan:
                 num_decodes=num_generated / max(1, num_rows) / num_rounds,
             )
 
-    def _without_interruption(self, batch: ScheduledBatch, seconds: float, num_rounds: int) -> float:
-        """The duration of a step of decodes with drafts, or the usual one if an interruption would not let a plain
-        step count."""
-        num_next = batch.num_next_drafts
-        usual = self.costs.with_drafting(batch.total_tokens_num, sum(map(bool, num_next)), max(num_next)) * num_rounds
-        is_interrupted = seconds > usual + (_LARGEST_DELAY - 1.0) * self.costs.step(batch.total_seqs_num_decode)
-        return usual if is_interrupted else seconds
+    def _seconds_without_prompts(self, batch: ScheduledBatch, num_tokens: int) -> float:
+        """The expected duration of a step's decodes of `num_tokens`, and of the drafting after them."""
+        next_drafts = batch.num_next_drafts[: batch.total_seqs_num_decode]
+        if not num_tokens:
+            return 0.0
+        return self.costs.with_drafting(num_tokens, sum(map(bool, next_drafts)), max(next_drafts, default=0))
 
     def plan(self, seqs: Rows[Sequence], room: int, num_steps: int = 1) -> None:
         """Plan the drafts of a step's sequences, at most `room` in total, and of the next steps.
@@ -765,8 +773,7 @@ class DraftPlan:
         """Set the number of drafts of a try, its number of sequences, and its cost."""
         self._try_depth = depth
         self._try_rows = max(1, min(num_rows, room // depth, _TRYING_ROWS if self._by_model else num_rows))
-        seconds = self.costs.step(num_rows + min(room, self._try_rows * depth))
-        seconds += self.costs.drafting(self._try_rows, depth)
+        seconds = self.costs.with_drafting(num_rows + self._try_rows * depth, self._try_rows, depth)
         self._try_cost = max(0.0, seconds / plain - 1.0) if plain else 0.0
 
     def _try(self, seqs: Rows[Sequence]) -> None:

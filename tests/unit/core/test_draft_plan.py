@@ -163,13 +163,23 @@ def test_costs_between_known_sizes_are_on_a_line_and_unknown_ones_are_tried() ->
     assert costs.step(6) == pytest.approx(1.0, rel=0.01), "what has become slower is believed in the end"
 
 
+def test_an_interruption_is_no_cost_of_a_size_that_was_not_measured_yet() -> None:
+    costs = StepCosts()
+    for num_tokens in (8, 16):
+        costs.note_step(num_tokens, 0.001)
+    costs.note_step(12, 0.050)
+    assert costs.step(12) == pytest.approx(0.003)
+    costs.note_step(12, 0.001)
+    assert costs.step(12) == 0.001
+
+
 def test_prompts_cost_what_steps_with_as_many_tokens_of_them_took() -> None:
     """A prefix hit leaves a few tokens, which take long for a token; by their rate many tokens seemed to take as long,
     so that drafts in a step with prompts seemed to gain what they had never cost."""
     costs = StepCosts()
     for _ in range(10):
-        costs.note_prompts(0, 4, 0.0004, is_plain=True)
-    costs.note_prompts(0, 4096, 0.02, is_plain=True)
+        costs.note_prompts(4, 0.0004, is_plain=True)
+    costs.note_prompts(4096, 0.02, is_plain=True)
     assert costs.plain_seconds(0, 0, 4) == pytest.approx((0.0004, 0.0))
     assert costs.plain_seconds(0, 0, 4096) == pytest.approx((0.02, 0.0))
 
@@ -358,17 +368,23 @@ def test_rows_that_drafts_make_fewer_do_not_seem_to_have_gained() -> None:
     assert num_open < 200
 
 
-@pytest.mark.parametrize(("num_rows", "chance"), [(1, 0.3), (8, 0.9)])
-def test_interruptions_by_other_programs_do_not_stop_drafts_that_pay(num_rows: int, chance: float) -> None:
-    """Half of the time is theirs. Steps of several rounds take longer than plain ones, so more are interrupted."""
+@pytest.mark.parametrize(
+    ("num_rows", "chance", "answer", "least"),
+    [(1, 0.3, (120, 120), 1.25), (8, 0.9, (120, 120), 1.25), (3, 0.9, (5, 15), 1.2)],
+)
+def test_interruptions_by_other_programs_do_not_stop_drafts_that_pay(
+    num_rows: int, chance: float, answer: tuple[int, int], least: float
+) -> None:
+    """Half of the time is theirs. Steps of several rounds take longer than plain ones, so more are interrupted, and so
+    do steps with prompts, which are most steps where answers are short."""
     with_drafts, without = (
         sum(
-            Streams(num_rows, chance, seed, drafts=drafts, host=0.0003, interruptions=200.0).run(3.0)
+            Streams(num_rows, chance, seed, drafts=drafts, answer=answer, host=0.0003, interruptions=200.0).run(3.0)
             for seed in range(3)
         )
         for drafts in (True, False)
     )
-    assert with_drafts / without > 1.25
+    assert with_drafts / without > least
 
 
 def run_gate(gate: DraftGate, blocks: int, with_drafts: float, *, seconds: float = 0.001, rows: int = 8) -> list[bool]:
@@ -570,6 +586,15 @@ def test_drafting_on_the_device_is_no_part_of_what_a_plain_step_costs() -> None:
     costs.note_step(1, 0.010)
     costs.note_drafting(DraftWork(0.002, 1, 3))
     assert costs.with_drafting(4, 1, 3) == pytest.approx(0.012)
+
+
+def test_a_try_costs_what_a_device_takes_to_draft() -> None:
+    """The time that tries may take would otherwise be exceeded by the device's drafting."""
+    plan = DraftPlan(3, by_model=True)
+    plan.costs.note_step(8, 0.010)
+    plan.costs.note_drafting_step(32, 8, 0.015)
+    plan.plan([Sequence([1], 16, SamplingParams(), id=i) for i in range(8)], ROOM)
+    assert plan._try_cost == pytest.approx(0.5)
 
 
 def test_what_a_device_takes_for_larger_steps_is_not_expected_from_plain_ones() -> None:
