@@ -132,6 +132,16 @@ def test_a_model_that_drafts_for_itself_is_always_right(checkpoint: Path, fields
     assert max(steps.drafted) == (1 if fields.get("max_num_batched_tokens") == 8 else K)
 
 
+@pytest.mark.parametrize("k", [*(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 8)), 8])
+def test_any_number_of_drafts_of_the_model_itself_is_accepted(
+    checkpoint: Path, expected: list[list[int]], k: int
+) -> None:
+    steps = Steps(runner_for(checkpoint, **by_model(checkpoint, k)))
+    assert steps.run(endless()) == expected
+    assert steps.acceptance == 1.0
+    assert max(steps.drafted) == k
+
+
 def by_rejection(path: Path) -> dict[str, Any]:
     fields = by_model(path)
     fields["speculative_config"]["speculative_acceptance"] = "rejection"
