@@ -20,7 +20,7 @@ from engine.runner import build, rank_process
 from engine.runner.draft_passes import DraftPasses
 from engine.runner.model_runner import ModelRunner
 from engine.speculative import drafts
-from engine.speculative.adaptive import DraftGate
+from engine.speculative.adaptive import DraftGate, DraftPlan
 from models.ops.cpu.draft_chain import DraftChain
 from models.ops.cpu.runtime import Library, Operations
 from models.ops.cpu.structures import Step
@@ -61,6 +61,14 @@ def _kill_in_a_round() -> None:
     DraftChain.verify = killed  # type: ignore[method-assign]
 
 
+def _draft_always() -> None:
+    """Draft for each row in each step, whatever that gains: a draft that is accepted seldom must cost no answer."""
+    DraftGate.note = lambda *_, **__: None  # type: ignore[method-assign]
+    DraftPlan.limit = lambda self, _: self._max_drafts  # type: ignore[method-assign]
+    DraftPlan.limit_rows = lambda _, limits: limits  # type: ignore[method-assign]
+    DraftPlan.is_idle = False  # type: ignore[method-assign, assignment]
+
+
 class _Killing:
     """Operators whose second call ends the process."""
 
@@ -94,6 +102,8 @@ def _prepare(fault: str, rank: int) -> None:
             _kill_in_a_round()
         case "pass":
             _kill_in_a_pass()
+        case "drafts":
+            _draft_always()
         case "load":
 
             def load(*arguments: object, **fields: object) -> NoReturn:
