@@ -232,9 +232,11 @@ class HttpProtocol(HttpToolsProtocol):
         turns: RequestTurns,
         keys: ApiKeys,
         probes: Collection[bytes] = (),
+        max_request_bytes: float = math.inf,
         **keywords: Any,
     ) -> None:
         """`probes` are the paths of probes and admin calls, which are served in addition to `max_connections`.
+        A request with a longer body than `max_request_bytes` begins before it arrives: it is an upload, or is refused.
 
         Requests without an accepted key are served in addition, too; those with a token count once it is verified. A
         probe that is a connection's first request needs no turn, since few connections are accepted at once.
@@ -243,6 +245,7 @@ class HttpProtocol(HttpToolsProtocol):
         # Reference cycles begin in `connection_made`: after a failed TLS handshake, `connection_lost` is not called.
         self.parser = None  # type: ignore[assignment]
         self._probes = probes
+        self._max_request_bytes = max_request_bytes
         self._keys = keys
         self._turns = turns
         self._has_begun = False
@@ -439,7 +442,9 @@ class HttpProtocol(HttpToolsProtocol):
         Until then a request costs only the memory of its bytes: heads without bodies must not occupy the application.
         """
         cycle = self._answered = receive.__self__  # type: ignore[attr-defined]
-        while cycle.more_body and not cycle.disconnected and len(cycle.body) <= HIGH_WATER_LIMIT:
+        lengths = (int(value) for name, value in scope["headers"] if name == b"content-length")
+        waits = next(lengths, 0) <= self._max_request_bytes
+        while waits and cycle.more_body and not cycle.disconnected and len(cycle.body) <= HIGH_WATER_LIMIT:
             if cycle.waiting_for_100_continue:
                 cycle.waiting_for_100_continue = False
                 self.transport.write(_CONTINUE)
@@ -697,6 +702,7 @@ class _Server(uvicorn.Server):
                 turns=turns,
                 keys=self._keys,
                 probes=probes,
+                max_request_bytes=self._models.max_request_bytes,
             )
 
         turns = RequestTurns()

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import math
 import os
 import resource
 import socket
@@ -133,6 +134,7 @@ async def serving(
     turns: RequestTurns | None = None,
     keys: ApiKeys | None = None,
     application: Any = None,
+    max_request_bytes: float = math.inf,
 ) -> AsyncIterator[Edge]:
     application = application or Application()
     settings = uvicorn.Config(application, ws="none", lifespan="off", log_config=None, access_log=False)
@@ -151,6 +153,7 @@ async def serving(
             turns=turns,
             keys=keys,
             probes=(b"/livez",),
+            max_request_bytes=max_request_bytes,
         )
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -739,6 +742,20 @@ async def test_an_expected_continue_comes_before_the_body() -> None:
         assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         client.writer.write(b"abc")
         assert (await client.until(b"0\r\n\r\n")).endswith(b"1\r\n3\r\n0\r\n\r\n")
+
+
+@run
+async def test_a_body_that_is_announced_as_too_long_is_not_waited_for() -> None:
+    """It is an upload, which is written as it arrives, or refused before the client sends it."""
+    async with serving(max_request_bytes=10) as edge:
+        for expectation in (b"", b"Expect: 100-continue\r\n"):
+            client = await edge.connect(b"POST /unread HTTP/1.1\r\nContent-Length: 11\r\n" + expectation + b"\r\n")
+            assert (await client.until(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        client = await edge.connect(b"POST /unread HTTP/1.1\r\nContent-Length: 10\r\n\r\n123")
+        await asyncio.sleep(0.01)
+        assert edge.application.num_requests == 2
+        client.writer.write(b"4567890")
+        assert (await client.until(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
 
 
 @run
