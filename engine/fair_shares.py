@@ -125,8 +125,8 @@ class FairShares:
             self._num_new = len(self._before) - self._num_known
             self._period_ends = now + _RECENT_SECONDS
 
-    def lightest(self, owners: Iterable[str]) -> str | None:
-        """Return the owner among `owners` with the least recent service; None if there are none."""
+    def from_lightest(self, owners: Iterable[str]) -> list[str]:
+        """Return `owners` in the order of their recent service, the one with the least first."""
         recent, before = self._recent, self._before
         of_new = _NEW_SERVICE * self._mean
 
@@ -134,7 +134,19 @@ class FairShares:
             own = recent.get(owner, 0.0) + before.get(owner, 0.0)
             return own + of_new if self.is_new(owner) else own
 
-        return min(owners, key=service, default=None)
+        return sorted(owners, key=service)
+
+    def is_lightest(self, owner: str) -> bool:
+        """Return whether no known owner that was served recently has less recent service. Thread-safe."""
+        recent, before = self._recent.copy(), self._before.copy()
+        own = recent.get(owner, 0.0) + before.get(owner, 0.0)
+        if self.is_new(owner):
+            own += _NEW_SERVICE * self._mean
+        return all(
+            recent.get(each, 0.0) + before.get(each, 0.0) >= own
+            for each in recent.keys() | before.keys()
+            if each != owner and not self.is_new(each)
+        )
 
     def recent(self, owner: str) -> float:
         """Return the recent service of an owner, relative to the mean of all owners. Thread-safe."""

@@ -349,8 +349,8 @@ class Scheduler:
         """
         if self.step_budget is None:
             return
-        owner = self._shares.lightest(each for each in self.waiting.latest_owners if each not in passed_over)
-        if owner is None or self._is_waited_for(owner, blocked):
+        owners = self._shares.from_lightest(each for each in self.waiting.latest_owners if each not in passed_over)
+        if not owners or self._is_waited_for(owner := owners[0], blocked):
             return
         seconds = self.step_budget.seconds_to_add(self._shares.recent(owner))
         if seconds > 0.0:
@@ -613,28 +613,30 @@ class Scheduler:
         """Schedule a step to compute while the last scheduled step is paused, or before the next step; None if none is
         due.
 
-        It computes whole short prompts of an owner with little recent service, so that they do not wait for a long
-        step of other owners. They take no slot or blocks that a sequence of another owner with as little service waits
-        for. Call `read_interposed` before `paused` continues.
+        It computes whole short prompts of the owner with the least recent service that has such a prompt, so that they
+        do not wait for a long step of other owners. They take no slot or blocks that a sequence of another owner with
+        as little service waits for. Call `read_interposed` before `paused` continues.
         """
         if not self.waiting or self.step_budget is None or not self.step_budget.has_allowance:
             return None
         if not self.running and len(self.waiting.owners) == 1:
             # The next step is short enough.
             return None
-        owner = self._shares.lightest(self._may_start())
-        if owner is None or not self._is_light(owner) or self._is_waited_for(owner, self._blocked):
-            return None
-        step = self.step_budget.interposed_step(self.limits.num_tokens, self._shares.recent(owner))
-        first = self.waiting.first_of(owner)
-        if paused is None and not self._submitted and self._is_short(step, first):
-            # At most once for each interposed step, whose number is bounded.
-            self._preempt_for(first, self._clock(), self._kept_from(owner))
-        self._take_short_prompts(step, owner, paused)
-        if not step.seqs:
-            return None
-        step.num_next_drafts = self.drafts.num_next_interposed(len(step.seqs))
-        return step.batch()
+        for owner in self._shares.from_lightest(self._may_start()):
+            if not self._is_light(owner) or self._is_waited_for(owner, self._blocked):
+                return None
+            step = self.step_budget.interposed_step(
+                self.limits.num_tokens, self._shares.recent(owner), is_lightest=self._shares.is_lightest(owner)
+            )
+            first = self.waiting.first_of(owner)
+            if paused is None and not self._submitted and self._is_short(step, first):
+                # At most once for each interposed step, whose number is bounded.
+                self._preempt_for(first, self._clock(), self._kept_from(owner))
+            self._take_short_prompts(step, owner, paused)
+            if step.seqs:
+                step.num_next_drafts = self.drafts.num_next_interposed(len(step.seqs))
+                return step.batch()
+        return None
 
     def read_interposed(
         self, batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, seconds: float
@@ -669,7 +671,9 @@ class Scheduler:
 
     def _is_light(self, owner: str) -> bool:
         """Whether short prompts of an owner would be interposed now. Thread-safe."""
-        return self.step_budget is not None and self.step_budget.may_interpose(owner, self._shares.recent(owner))
+        return self.step_budget is not None and self.step_budget.may_interpose(
+            owner, self._shares.recent(owner), is_lightest=self._shares.is_lightest(owner)
+        )
 
     def _is_waited_for(self, owner: str, blocked: Sequence | None) -> bool:
         """Whether `blocked`, which waits for a slot or blocks, is of another owner with no more service than this

@@ -57,20 +57,15 @@ _INTERPOSED_SHARE, _MOST_INTERPOSED, _ALLOWANCE_OF_LONG = 0.022, 12.0, 2.0
 most fixed costs that the allowance accumulates, and those that it must hold, beyond that of one step, for the longest
 steps of several owners."""
 _MOST_SERVICE, _MOST_LEFT = 0.9, 8.0
-"""A step is interposed for an owner with at most this recent service, where 1 is the mean of all owners. For an owner
-with exactly that much, the allowance must hold so many fixed costs beyond that of the step, which are left to owners
-that were served less; for an owner with less service, proportionally fewer."""
-_INTERPOSED_BOUND, _LEAST_BOUND = 0.5, 0.02
-"""The steps interposed in one step take at most the first number times its bound, and streams wait longer by that.
-A bound counts as at least the second number of seconds, for small models, and as at most `max_step_seconds`."""
-_LEFT_OF_BOUND, _LEAST_SERVICE = 3.0, 0.3
-"""Part of that time that an owner leaves to owners that were served less, for each unit of its recent service beyond
-the second number: with the service 0.5, 0.6. A longer prompt than fits the rest is computed in the next step."""
-_LEFT_BY_ADDED = 0.25
+"""Short prompts precede the next step, or are added to it beyond its bound, for an owner with at most this recent
+service, where 1 is the mean of all owners. For an owner with exactly that much, the allowance must hold so many fixed
+costs beyond that of the step, which are left to owners that were served less; for an owner with less service,
+proportionally fewer."""
+_LEAST_BOUND = 0.02
+"""The steps interposed before and in a step take at most as long as its bound, and streams wait longer by that. For
+this, a bound counts as at least so many seconds, for small models, and as at most `max_step_seconds`."""
+_LEFT_BY_ADDED = 0.5
 """Part of that time that prompts which are added to a step leave, whatever the service of their owner."""
-_MOST_SERVICE_ADDED = 1.0
-"""Short prompts of an owner with at most this recent service are added to a regular step, beyond its bound. Steps
-interposed in it have the rest of the time."""
 _ADDED_SHARE, _MOST_ADDED = 0.25, 4.0
 """Share of all time that they may take, since streams wait for them, and the most steps' worth of it that accumulates.
 They cost no more there than in other steps."""
@@ -146,9 +141,9 @@ class StepBudget:
         self._fixed = 0.0
         """Predicted fixed cost of the next step, in seconds."""
         self._turn = 0
-        self._most_interposed = self._interposed_left = 0.0
-        """Seconds that prompts beyond the current step's bound may take, and may still take, added to it or
-        interposed."""
+        self._most_interposed = self._interposed = 0.0
+        """Seconds that prompts beyond a step's bound may take, added to it or interposed, and those that they have
+        taken since the last step ended."""
         self._allowance = 0.0
         """Seconds that interposed steps may now take beyond the time that their tokens would add to other steps."""
         self._added_left = math.inf
@@ -157,8 +152,9 @@ class StepBudget:
         """Time at which both were last increased."""
 
     def note(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Update the model with the duration of a step."""
+        """Update the model with the duration of a step, which has ended."""
         self._model.note(batch, seconds)
+        self._interposed = 0.0
 
     def begin_step(self, owners: Collection[str], now: float, *, has_slot: bool) -> None:
         """Compute the bound of the step that is scheduled now. `owners` are the owners with sequences.
@@ -182,8 +178,7 @@ class StepBudget:
             shared += (_SHARED_COSTS - _SHORT_COSTS) * min(spare, self._fixed)
         self._bound = bound if self.is_alone else min(bound, max(shared, _LEAST))
         self._allowed_until = now
-        self._most_interposed = _INTERPOSED_BOUND * min(self._max_seconds, max(self._bound, _LEAST_BOUND))
-        self._interposed_left = self._most_interposed
+        self._most_interposed = min(self._max_seconds, max(self._bound, _LEAST_BOUND))
         self._added_left = min(self._added_left + _ADDED_SHARE * passed, _MOST_ADDED * self._most_interposed)
 
     def may_pause(self, batch: ScheduledBatch) -> bool:
@@ -197,44 +192,43 @@ class StepBudget:
         """Whether one more step may be interposed, for an owner that was not served lately."""
         if not self._max_interposed_tokens or not self._owners:
             return False
-        return self._interposed_left >= self._fixed and self._allowance >= self._fixed
+        return self._seconds_left(0.0) >= self._fixed and self._allowance >= self._fixed
 
-    def may_interpose(self, owner: str, service: float) -> bool:
+    def may_interpose(self, owner: str, service: float, *, is_lightest: bool) -> bool:
         """Return whether one more step may be interposed for an owner with this recent service, relative to the mean.
 
-        The more an owner was served, the more of the allowance it leaves to others. An owner that is alone has its
-        prompts in its own steps. Called in any thread.
+        The more an owner was served, the more of the allowance and of the time it leaves to others; of the time the
+        owner that was served least leaves nothing. An owner that is alone has its prompts in its own steps. Called in
+        any thread.
         """
         if not self.has_allowance or service > _MOST_SERVICE or (self.is_alone and owner in self._owners):
             return False
         if self._allowance < self._fixed * (1.0 + _MOST_LEFT * service / _MOST_SERVICE):
             return False
-        return self._left_for(service) >= self._fixed
+        return self._seconds_left(0.0 if is_lightest else service) >= self._fixed
 
-    def interposed_step(self, num_tokens: int, service: float) -> StepBuilder:
+    def interposed_step(self, num_tokens: int, service: float, *, is_lightest: bool) -> StepBuilder:
         """Create a step to interpose for an owner with this recent service, of at most `num_tokens` tokens, with the
         time that its prompts may take."""
         step = StepBuilder(min(self._max_interposed_tokens, num_tokens), 0)
-        step.seconds = self._left_for(service) - self._fixed
+        step.seconds = self._seconds_left(0.0 if is_lightest else service) - self._fixed
         return step
 
-    def _left_for(self, service: float) -> float:
-        """Return the time of interposed steps for an owner with this recent service."""
-        left = _LEFT_OF_BOUND * max(0.0, service - _LEAST_SERVICE)
-        return self._interposed_left - left * self._most_interposed
+    def _seconds_left(self, kept: float) -> float:
+        """Return the time that prompts beyond the step's bound may still take if this part of all of it is kept."""
+        return (1.0 - kept) * self._most_interposed - self._interposed
 
     def seconds_to_add(self, service: float) -> float:
         """Return the time beyond a short step's bound for short prompts of an owner with this recent service."""
         if not self._max_interposed_tokens or self.is_alone or self._bound >= _LEAST_BOUND:
             return 0.0
-        if service > _MOST_SERVICE_ADDED:
+        if service > _MOST_SERVICE:
             return 0.0
-        left = self._interposed_left - _LEFT_BY_ADDED * self._most_interposed
-        return max(0.0, min(left, self._added_left))
+        return max(0.0, min(self._seconds_left(_LEFT_BY_ADDED), self._added_left))
 
     def note_added(self, seconds: float) -> None:
         """Subtract prompts that were added beyond the step's bound from the time of steps interposed in it."""
-        self._interposed_left -= seconds
+        self._interposed += seconds
         self._added_left -= seconds
 
     def note_interposed(self, batch: ScheduledBatch, seconds: float) -> None:
@@ -242,7 +236,7 @@ class StepBudget:
         added = self._model.seconds(StepWork.of(batch)) - self._model.seconds(StepWork())
         # At most the fixed cost: a longer delay comes from other processes on the machine.
         self._allowance -= min(max(0.0, seconds - added), self._fixed)
-        self._interposed_left -= seconds
+        self._interposed += seconds
 
     def note_idle_pause(self) -> None:
         """Count a pause in which nothing was interposed, because the prompt that asked for it was too long."""
