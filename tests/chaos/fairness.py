@@ -32,9 +32,9 @@ REQUESTS = 100
 """Requests of the light key next to each of the first mixes; half as many next to each further one. A quarter as many
 are sent alone before each mix, and all of these are compared with those next to it."""
 FIRST_ALONE = 40
-LEAST_PAUSE_SECONDS, PAUSE_IN_MEDIANS = 0.05, 9
-"""Between two of its requests the light key pauses for nine times their median time alone. So alone it would take a
-tenth of the machine's time, however fast that is: with more, it would not be light next to ten heavy keys."""
+LEAST_PAUSE_SECONDS, PAUSE_IN_MEDIANS = 0.05, 30
+"""Between two of its requests the light key pauses for thirty times their median time alone. So it asks for a
+thirtieth of the machine's time, however fast that is: a third of an equal part next to ten heavy keys."""
 PROMPT_WORDS = 20
 STREAMS, STREAM_SECONDS = 8, 3
 WARM_SECONDS = 2
@@ -77,14 +77,18 @@ def p99_ratio(loaded: Ttfts, alone: Ttfts) -> str:
     return f"{loaded.quantile(0.99) / alone.quantile(0.99):.2f} ({ratios[12]:.2f} to {ratios[-13]:.2f})"
 
 
-def use_in_heavy_keys(before: dict[str, float], after: dict[str, float]) -> float:
-    """Return the light key's prompt and output tokens in units of a heavy key's mean. Above 1 it is not light."""
+def use_in_heavy_keys(before: dict[str, float], after: dict[str, float]) -> str:
+    """Return the light key's prompt and output tokens in units of a heavy key's mean, above which it is not light.
+
+    Empty if the heavy keys' load has no tokens.
+    """
 
     def tokens(key: str) -> float:
         names = [f'kaon_key_{kind}_tokens_total{{key="{key}"}}' for kind in ("prompt", "output")]
         return sum(after.get(name, 0.0) - before.get(name, 0.0) for name in names)
 
-    return tokens("light") * len(HEAVY) / max(1.0, sum(map(tokens, HEAVY)))
+    heavy = sum(map(tokens, HEAVY))
+    return f"{tokens('light') * len(HEAVY) / heavy:.2f}" if heavy else ""
 
 
 class Light:
@@ -137,11 +141,12 @@ class Light:
             loaded = await self.first_tokens(requests)
             use = use_in_heavy_keys(before, server.metrics())
             share = await self.share_of_streams(len(HEAVY)) if name in FIRST_MIXES else None
-        print(f"{name}: {share or ''}", flush=True)
+        if share is not None:
+            print(f"{name}: {share}", flush=True)
         # Responses and batches in the background end after their clients.
         await asyncio.to_thread(server.until, lambda: server.metric("kaon_requests_live") == 0)
         ratio, share_of_fair = p99_ratio(loaded, self.alone), f"{share.of_fair:.2f}" if share else ""
-        return f"| {name.replace('_', ' ')} | {loaded} ms | {ratio} | {use:.2f} | {share_of_fair} |"
+        return f"| {name.replace('_', ' ')} | {loaded} ms | {ratio} | {use} | {share_of_fair} |"
 
     def _prompt(self) -> str:
         return prompt(PROMPT_WORDS, next(self._numbers))
