@@ -69,6 +69,30 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(
     assert PagedModel(checkpoint).greedy(prompts[0], count) == found[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "MiniMaxM3VLForCausalLM"),
+        *("Glm5NextForCausalLM", "Gemma4ForCausalLM", "NemotronHForCausalLM"),
+    ],
+)
+def test_tokens_do_not_depend_on_the_size_of_blocks(architecture: str, tmp_path: Path) -> None:
+    """Of architectures with caches of their own, with blocks of one token, and of more than a window has."""
+    first = next(each for each in VARIANTS if each.architecture == architecture)
+    path = make_checkpoint(tmp_path, first.family, **first.overrides)
+    shared = prompt(100, seed=5)
+    prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7)]
+    fields = {"scheduling_policy": "mixed", "max_num_batched_tokens": 48}
+    found = {
+        size: generate(
+            runner_for(path, kv_cache_block_size=size, num_kvcache_blocks=1024 // size, **fields), prompts, count=8
+        )
+        for size in (16, 1, 48)
+    }
+    assert found[1] == found[48] == found[16] == Reference(path).likeliest(prompts, found[16])
+
+
 @first_of_each(VARIANTS, without=DERIVED)
 def test_bfloat16_errs_no_more_than_transformers_own(checkpoint: Path, reference: Reference) -> None:
     theirs = errors_by_token(reference, Reference(checkpoint, dtype=torch.bfloat16))
