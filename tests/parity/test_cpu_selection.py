@@ -111,7 +111,12 @@ def test_the_best_keys_are_the_references_in_any_company(heads: int, dim: int, r
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(
     ("heads", "dim", "choice"),
-    [(4, 128, BlockChoice(128, 3, 1)), (2, 40, BlockChoice(16, 5, 0)), (2, 20, BlockChoice(16, 5, 0))],
+    [
+        (4, 128, BlockChoice(128, 3, 1)),
+        (2, 40, BlockChoice(16, 5, 0)),
+        (2, 20, BlockChoice(16, 5, 0)),
+        (20, 32, BlockChoice(16, 2, 1)),  # more heads than keys in a block
+    ],
 )
 def test_the_best_blocks_are_the_references(heads: int, dim: int, choice: BlockChoice) -> None:
     lengths = [700, 40, 513]
