@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
@@ -227,6 +227,20 @@ class Batch(NamedTuple):
     """Digest of the API key that created it; empty without keys."""
     party: str
     """The party that its work is accounted to."""
+
+
+def _make_private(file: Path, *, create: bool) -> None:
+    """Let only this user read and write a file: the database has prompts and answers. SQLite's further files get the
+    database's mode when they are created. Raises `OSError` if it cannot be opened."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+    except FileNotFoundError:
+        return
+    try:
+        with suppress(PermissionError):  # Of another user, who lets this one use it.
+            os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)
 
 
 class BatchStore:
@@ -654,6 +668,8 @@ class BatchStore:
             assert self._folder is not None
             self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_own()
+            for name in ("lock", "batches.sqlite", "batches.sqlite-wal", "batches.sqlite-shm"):
+                _make_private(self._folder / name, create="-" not in name)
             self._lock_file = (self._folder / "lock").open("wb")
             try:
                 fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -653,6 +653,23 @@ def test_what_replaced_a_file_in_the_store_is_not_served(tmp_path: Path) -> None
     assert Path("/etc/passwd").exists()
 
 
+def test_other_users_can_read_nothing_of_the_folder(tmp_path: Path) -> None:
+    """Names, prompts and answers are in the database, and whoever can open the lock can hold it."""
+    before = os.umask(0o022)
+    try:
+        for _ in range(2):
+            store = BatchStore(tmp_path / "data", 10**6)
+            store.open()
+            found = sorted(each for each in (tmp_path / "data").iterdir() if each.stat().st_mode & 0o077)
+            assert found == []
+            assert (tmp_path / "data" / "batches.sqlite-wal").exists()
+            store.close()
+            for name in ("lock", "batches.sqlite"):
+                (tmp_path / "data" / name).chmod(0o644)  # As earlier releases left them.
+    finally:
+        os.umask(before)
+
+
 def test_a_folder_of_files_that_others_may_change_is_refused(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
