@@ -13,6 +13,8 @@ SPECIAL_TOKEN_NAMES = frozenset(
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image", "audio", "video")
 )
 """Keys under which a checkpoint names a special token, and a chat template finds its text."""
+_OF_TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+"""Mistral's, in checkpoints whose tokenizer is tekken.json alone."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -31,10 +33,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def read_special_tokens(checkpoint: Path) -> dict[str, str]:
     """Text of each special token that the checkpoint names, by its key (`eos_token`).
 
-    tokenizer_config.json wins over special_tokens_map.json. Either may write a token as a string or as an object
-    with its text under `content`; null means that the model has none.
+    tokenizer_config.json wins over special_tokens_map.json, and both win over the names of Mistral's tekken.json.
+    Either may write a token as a string or as an object with its text under `content`; null means that the model has
+    none.
     """
     entries = {
+        **(_OF_TEKKEN if (checkpoint / "tekken.json").is_file() else {}),
         **read_json_object(checkpoint / "special_tokens_map.json"),
         **read_json_object(checkpoint / "tokenizer_config.json"),
     }
