@@ -44,7 +44,7 @@ test-ops: $(VENV)/.installed-ops ## Test what deploy/ holds (apt-get install pro
 	@exec $(VENV)/bin/python -m pytest -m ops $(if $(filter tests/%,$(ARGS)),,tests/ops) $(ARGS)
 
 chaos: $(VENV)/.installed-test ## Kill, stop, overload and leave the server in every way, and show the figures
-	@exec $(VENV)/bin/python -m pytest -m "not kills" $(if $(filter tests/%,$(ARGS)),,tests/chaos) -rP $(ARGS)
+	@exec $(VENV)/bin/python -m pytest --hypothesis-profile=anew -m "not kills" $(if $(filter tests/%,$(ARGS)),,tests/chaos) -rP $(ARGS)
 
 kills: $(VENV)/.installed-test ## Kill engine cores and servers under each attack and load for 40 minutes; ARGS="-k churn"
 	@exec $(VENV)/bin/python -m pytest -m kills tests/chaos -rP $(ARGS)

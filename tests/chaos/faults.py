@@ -150,7 +150,7 @@ class ChaosServer(KaonServer):
         return self.cores()[0]
 
     def _running_rank(self) -> psutil.Process:
-        return random.choice([each for each in self._running_core().children() if RANK_MODULE in command_line(each)])
+        return next(each for each in self._running_core().children() if RANK_MODULE in command_line(each))
 
 
 def _is_core(process: psutil.Process) -> bool:

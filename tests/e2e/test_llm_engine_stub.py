@@ -59,10 +59,16 @@ def test_result_has_all_fields_that_the_specification_names(engine: LLMEngine) -
 
 
 def test_times_are_the_cores_and_not_those_at_which_the_caller_reads(engine: LLMEngine) -> None:
-    ids = engine.add_request([[7, 8, 9]], SamplingParams(max_tokens=4))
-    time.sleep(1.0)
-    (result,) = engine.collect(ids)
-    assert 0 < result["ttft"] < result["latency"] < 0.9
+    for _ in range(10):
+        begun = time.monotonic()
+        ids = engine.add_request([[7, 8, 9]], SamplingParams(max_tokens=4))
+        time.sleep(0.5)
+        read = time.monotonic()
+        (result,) = engine.collect(ids)
+        assert 0 < result["ttft"] < result["latency"]
+        if result["latency"] < read - begun:
+            return  # Otherwise the core may have had no processor until it was read.
+    pytest.fail("latencies contain the time until they are read")
 
 
 def test_a_sequence_of_tokens_ends_the_generation_and_stays_in_it(engine: LLMEngine) -> None:

@@ -47,7 +47,7 @@ class Reader:
         self.received = b""
 
     async def read(self) -> bytes:
-        chunk = await asyncio.wait_for(anext(self._events, b""), 5)
+        chunk = await asyncio.wait_for(anext(self._events, b""), 60)
         self.received += chunk
         return chunk
 
