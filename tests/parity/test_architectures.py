@@ -17,7 +17,7 @@ from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.variants import DERIVED, Variant, all_variants, first_of_each, short_form
 
 VARIANTS = all_variants()
-GREEDY_TOKENS = 40
+GREEDY_TOKENS = 20
 LONG_TOKENS = 64
 """In the long form."""
 
@@ -110,7 +110,7 @@ def errors_by_token(exact: Reference, model: PagedModel | Reference) -> torch.Te
 
 
 def generate(
-    runner: ModelRunner, prompts: list[list[int]], *, preempted_at: int | None = 20, count: int = GREEDY_TOKENS
+    runner: ModelRunner, prompts: list[list[int]], *, preempted_at: int | None = 10, count: int = GREEDY_TOKENS
 ) -> list[list[int]]:
     """Greedy completions of the prompts, of `count` tokens. They arrive in pairs; at one step, all running ones are
     preempted."""

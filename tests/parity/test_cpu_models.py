@@ -118,6 +118,14 @@ SELECTING = {
 """Variants in which rounding selects other tokens or experts, nearly as good, as chance has it: with some weights Kaon
 errs more than transformers and with others less, so that several draws of weights are compared."""
 DRAWS = 3
+KINDS = frozenset(
+    {
+        *("LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM", "BloomForCausalLM"),
+        *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "Lfm2ForCausalLM", "Qwen3NextForCausalLM"),
+        "MambaForCausalLM",
+    }
+)
+"""One architecture for each kind of layer: attention with a window, sinks or slopes, latents, an indexer, states."""
 SIZED = [each for each in all_variants() if each.architecture in _SIZES]
 VARIANTS = [
     each
@@ -188,7 +196,8 @@ def test_errs_no_more_than_transformers_own(variant: Variant, checkpoint: Path, 
         assert torch.stack(ratios).mean() < most
 
 
-@first_of_each(VARIANTS, without=DERIVED)
+# The others: test_architectures compares their tokens in company, in float32 too, with those of transformers.
+@first_of_each(VARIANTS, without=frozenset(ARCHITECTURES) - KINDS)
 def test_without_operators_tokens_are_the_same_in_float32_in_any_company(variant: Variant, checkpoint: Path) -> None:
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7)]
@@ -200,13 +209,12 @@ def test_without_operators_tokens_are_the_same_in_float32_in_any_company(variant
     assert found == alone
 
 
+@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this torch packs no bfloat16 weights for this processor")
 @first_of_each(VARIANTS, without=DERIVED)
 def test_without_operators_each_products_weight_is_stored_once_as_onednn_reads_it(checkpoint: Path) -> None:
     made = runner(checkpoint, cpu_operators=False)
     assert made.program is None
     assert not runtime.active()
-    if not can_pack(torch.bfloat16):
-        pytest.skip("this torch packs no bfloat16 weights for this processor")
     packed = [each for each in made.model.parameters() if onednn_of(each) is not None]
     assert packed
     assert all(each.untyped_storage().nbytes() == each.dtype.itemsize for each in packed)

@@ -16,9 +16,9 @@ from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, prompt
 from tests.parity.test_tensor_parallel_architectures import divides
 from tests.parity.thread_ranks import at_once, thread_ranks
-from tests.parity.variants import Variant, all_variants
+from tests.parity.variants import DERIVED, Variant, all_variants
 
-NUM_TOKENS = 8
+NUM_TOKENS = 5
 PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6)]
 SHORT = {("MixtralForCausalLM", 2, 1)}
 """For real processes. Replicas that are processes: tests/e2e/test_expert_parallel.py."""
@@ -50,11 +50,14 @@ def cases(is_short: Callable[[Variant, int, int], bool]) -> list[object]:
     return made
 
 
-@pytest.mark.parametrize(("variant", "size", "replicas"), cases(lambda _, size, replicas: size == replicas == 2))
+@pytest.mark.parametrize(
+    ("variant", "size", "replicas"),
+    cases(lambda variant, size, replicas: size == replicas == 2 and variant.architecture not in DERIVED),
+)
 def test_experts_spread_over_threads_give_the_tokens_of_transformers(
     variant: Variant, size: int, replicas: int, tmp_path: Path
 ) -> None:
-    """Each replica computes other prompts, of other lengths."""
+    """Each replica computes other prompts, of other lengths. Others' layers, of `DERIVED`, are in the long form."""
     checkpoint = make_checkpoint(tmp_path, variant.family, **variant.overrides)
     reference = Reference(checkpoint)
     prompts = [PROMPTS[replica:] for replica in range(replicas)]

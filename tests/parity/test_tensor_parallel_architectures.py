@@ -18,7 +18,7 @@ from tests.parity.thread_ranks import Meeting, ThreadCollectives, at_once, threa
 from tests.parity.variants import DERIVED, Variant, all_variants, gemma3n, lfm2, mamba2, recurrent, zamba2
 
 VARIANTS = all_variants()
-NUM_TOKENS = 8
+NUM_TOKENS = 5
 PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6)]
 
 
