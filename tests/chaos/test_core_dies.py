@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import random
 import re
 import time
@@ -18,6 +19,7 @@ from tests.chaos.outcomes import Outcome
 from tests.chaos.workload import SOME, WORKLOAD, Ask, client, perform_all
 from tests.e2e.held_checkpoint import HeldCheckpoint
 from tests.e2e.kaon_server import MODEL
+from tests.e2e.test_http_lifecycle import answers, receive_all
 
 ENDLESS: dict[str, Any] = {
     "model": MODEL,
@@ -48,6 +50,46 @@ async def test_every_answer_is_the_same_when_the_core_is_killed_at_random_moment
     assert after[RESTARTS] == before[RESTARTS] + sum(kills)
     assert after[RESUMED] > before[RESUMED]
     assert after[FAILED] == before[FAILED]
+
+
+def text_of(events: str) -> str:
+    """The text of a stream of one completion."""
+    data = [line.removeprefix("data: ") for line in events.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(each) for each in data]
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+def fingerprints_of(events: str) -> set[str]:
+    """The `system_fingerprint`s of a stream's chunks."""
+    return {json.loads(line[6:])["system_fingerprint"] for line in events.splitlines() if line.startswith("data: {")}
+
+
+def test_a_stream_goes_on_with_its_fingerprint_and_the_server_is_not_ready_meanwhile(
+    mortal: ChaosServer, checkpoint: HeldCheckpoint
+) -> None:
+    before = mortal.metrics()
+    undisturbed = receive_all(mortal, "/v1/completions", max_tokens=100)
+    core = mortal.core
+    states: list[int | None] = []
+
+    def kill() -> None:
+        with checkpoint.held():
+            core.kill()
+            mortal.until(lambda: answers(mortal, "/readyz") == 503)
+            states.append(answers(mortal, "/livez"))
+
+    # Longer, so that it has not ended by then, even if this process is late.
+    events = receive_all(mortal, "/v1/completions", kill, max_tokens=2000)
+    assert text_of(events).startswith(text_of(undisturbed))
+    assert events.endswith("data: [DONE]\n\n")
+    assert states == [200]
+    assert answers(mortal, "/readyz") == 200
+    after = mortal.metrics()
+    assert after[RESTARTS] == before[RESTARTS] + 1
+    assert after[RESUMED] == before[RESUMED] + 1
+    assert mortal.core.pid != core.pid
+    last = receive_all(mortal, "/v1/completions", max_tokens=1)
+    assert len(fingerprints_of(undisturbed) | fingerprints_of(events) | fingerprints_of(last)) == 1
 
 
 @pytest.mark.slow  # With a stub core: tests/e2e/test_core_restarts.py.

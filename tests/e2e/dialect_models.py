@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from tests.parity.checkpoints import edit_json, make_checkpoint
 
 _TOOLS = "{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}"
@@ -58,7 +60,7 @@ STYLES = {
 def make_model(directory: Path, name: str) -> dict[str, int]:
     """Write the checkpoint of the style `name` into `directory`. Returns the ids of the style's tokens."""
     style = STYLES[name]
-    make_checkpoint(directory, seed=1, vocab_size=320, max_position_embeddings=1024)
+    make_checkpoint(directory, seed=1, dtype=torch.bfloat16, vocab_size=320, max_position_embeddings=1024)
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     first = len(tokenizer["model"]["vocab"])
     ids = {token: first + place for place, token in enumerate((*style.special, *style.visible))}

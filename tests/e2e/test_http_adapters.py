@@ -21,8 +21,8 @@ from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import Reference, prompt
 
 TOKENS = 10
-LONG = 800
-"""Tokens of a stream that runs during another action."""
+LONG, SHORT = 800, 200
+"""Tokens of a stream that runs during other actions, and of one during which the core ends at once."""
 PROMPT = prompt(40, seed=1)
 NAMES = ("base", "wide", "narrow")
 FORMS = ["one", *(pytest.param(form, marks=pytest.mark.slow) for form in ("drafts", "ranks"))]
@@ -304,8 +304,8 @@ def test_a_core_that_is_killed_comes_back_with_the_adapters_that_were_loaded(
     assert load("gone", "narrow").status_code == 200
     assert load("mine", "wide").status_code == 200
     assert unload(served, "gone").status_code == 200
-    alone = Stream(served, "mine", LONG).join()
-    stream = Stream(served, "mine", LONG)
+    alone = Stream(served, "mine", SHORT).join()
+    stream = Stream(served, "mine", SHORT)
     eventually(lambda: len(stream.token_ids) > TOKENS)
     served.core.kill()
     assert stream.join() == alone
@@ -317,7 +317,7 @@ def test_a_core_that_is_killed_while_it_loads_loses_nothing(
     served: KaonServer, expected: dict[str, list[int]], load: Callable[..., httpx.Response]
 ) -> None:
     assert load("mine", "wide").status_code == 200
-    stream = Stream(served, "mine", LONG)
+    stream = Stream(served, "mine", SHORT)
     eventually(stream.has_begun)
     os.kill(served.core.pid, signal.SIGSTOP)
     busy = len(connections(served))
@@ -342,7 +342,7 @@ def test_a_core_that_is_killed_while_it_reads_an_adapter_loses_nothing(
     expected: dict[str, list[int]],
     load: Callable[..., httpx.Response],
 ) -> None:
-    stream = Stream(served, "base", LONG)
+    stream = Stream(served, "base", SHORT)
     answer: list[httpx.Response] = []
     loading = threading.Thread(target=lambda: answer.append(load("late", "wide")))
     signal.signal(signal.SIGIO, signal.SIG_IGN)  # The default action of the lease's signal would end this process.

@@ -53,7 +53,7 @@ class ModelsServer(KaonServer):
                     [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
                 ),
             },
-            server_config={"models": str(file), "model_wait_timeout": 60, **settings},
+            server_config={"models": str(file), "model_wait_timeout": 250, **settings},
         )
 
     @property

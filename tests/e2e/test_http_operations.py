@@ -168,7 +168,7 @@ def test_a_preemption_is_an_event_of_the_request_that_lost_its_blocks(operated: 
 
 
 def test_an_engine_that_dies_is_an_event_of_what_continued(operated: Operated) -> None:
-    body = {"model": MODEL, "prompt": "A", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    body = {"model": MODEL, "prompt": "A", "max_tokens": 350, "ignore_eos": True, "stream": True}
     with operated.server.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
         trace_id = response.headers["traceresponse"].split("-")[1]
         lines = response.iter_lines()
@@ -208,16 +208,23 @@ def test_a_router_sees_the_prefix_that_was_cached(operated: Operated) -> None:
     socket.connect(f"tcp://127.0.0.1:{operated.events_port}")
     prompt = [300 + number for number in range(40)]
     stored: list[int] = []
+    last: object = None
     number = 0
-    while not stored:  # A subscriber is connected some time after its call.
-        number += 1
-        post(operated, "/v1/completions", {"prompt": [number, *prompt], "max_tokens": 1})
+    while len(stored) < 32:
+        if not stored:  # A subscriber is connected some time after its call.
+            number += 1
+            post(operated, "/v1/completions", {"prompt": [number, *prompt], "max_tokens": 1})
         while socket.poll(200):
             topic, _, payload = socket.recv_multipart()
             assert topic == b"kv@a@b"
             for kind, *fields in msgspec.msgpack.decode(payload)[1]:
-                if kind == "BlockStored" and fields[2][1:16] == prompt[:15]:
-                    stored = fields[2]
+                if kind != "BlockStored":
+                    continue
+                hashes, parent, tokens, *_ = fields
+                # Where a busy machine computes the prompt in two steps, its second block comes on its own.
+                if tokens[1:16] == prompt[:15] if not stored else parent == last:
+                    stored += tokens
+                    last = hashes[-1]
     assert stored == [stored[0], *prompt][:32]
     context.destroy(linger=0)
 

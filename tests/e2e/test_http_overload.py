@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.kaon_server import MODEL, KaonServer, eventually, free_port
+from tests.e2e.kaon_server import LASTING, MODEL, KaonServer, eventually, free_port
 
 ENDLESS: dict[str, Any] = {"model": MODEL, "prompt": "A story", "max_tokens": 3900, "ignore_eos": True}
 SHORT: dict[str, Any] = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
@@ -29,6 +29,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
         tmp_path_factory.mktemp("narrow") / "log",
         free_port(),
         max_num_seqs=1,
+        **LASTING,
         server_config={"max_queued_requests": 2},
     ).ready()
     yield server
@@ -191,7 +192,7 @@ def test_a_key_has_so_many_requests_at_a_time(tmp_path_factory: pytest.TempPathF
     keys_file = tmp_path_factory.mktemp("keys") / "keys"
     keys_file.write_text("sk-one\nsk-two\n")
     settings = {"api_key_file": str(keys_file), "keyless_paths": ["/metrics"], "max_requests_per_key": 1}
-    server = KaonServer(keys_file.parent / "log", free_port(), server_config=settings).ready()
+    server = KaonServer(keys_file.parent / "log", free_port(), **LASTING, server_config=settings).ready()
     try:
         one, two = ({"Authorization": f"Bearer sk-{name}"} for name in ("one", "two"))
         body = {**ENDLESS, "n": 32}

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from server.limits.key_file import KeyFile
-from tests.e2e.kaon_server import MODEL, PLAIN_HTTP, START_SECONDS, KaonServer, eventually, free_port
+from tests.e2e.kaon_server import LASTING, MODEL, PLAIN_HTTP, START_SECONDS, KaonServer, eventually, free_port
 
 HEAVY = ("prompts", "choices", "grammars", "background", "slow")
 KEYS: dict[str, dict[str, Any]] = {
@@ -47,6 +47,7 @@ class Team:
             folder / "log",
             free_port(),
             max_num_seqs=4,
+            **LASTING,
             server_config={"api_key_file": str(self.file), **SETTINGS, **settings},
         ).ready()
 

@@ -14,6 +14,8 @@ from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from tests.e2e.kaon_server import MODEL
 
+NEAR = 0.15
+"""The server computes in bfloat16; tests/parity/test_prompt_logprobs.py compares exactly."""
 PROMPT = "The capital of France is Paris, and 12 + 7 = 19. Zebras naïvely queue up: 日本."
 OTHER = "One two three"
 
@@ -69,9 +71,9 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_transformers(
     assert own[0] is None
     assert tops[0] is None
     expected = log_softmax(reference, ids)
-    assert own[1:] == pytest.approx(expected.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist(), abs=1e-4)
+    assert own[1:] == pytest.approx(expected.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist(), abs=NEAR)
     for top, best in zip(tops[1:], expected.topk(3).values.tolist(), strict=True):
-        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(best, abs=1e-4)
+        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(best, abs=NEAR)
     for token, offset in zip(tokens, offsets, strict=True):
         if not token.startswith("bytes:"):
             assert PROMPT[offset:].startswith(token)
@@ -94,7 +96,7 @@ def test_what_lm_eval_asks_for_scores_a_continuation(
         assert len(own) == len(tokens) + 1
         scored = own[len(context) : -1]
         at = range(len(context) - 1, len(tokens) - 1)
-        assert scored == pytest.approx([expected[i, tokens[i + 1]].item() for i in at], abs=1e-4)
+        assert scored == pytest.approx([expected[i, tokens[i + 1]].item() for i in at], abs=NEAR)
         greedy = [
             max(top, key=lambda name: top[name]) == token
             for token, top in zip(spelled[len(context) : -1], tops[len(context) : -1], strict=True)
@@ -116,8 +118,9 @@ def test_prompt_log_probabilities_name_rank_and_token_by_id(
         for place, entry in enumerate(rest):
             own = entry[str(ids[place + 1])]
             assert own["decoded_token"] == tokenizer.token_text(ids[place + 1])
-            assert own["logprob"] == pytest.approx(expected[place, ids[place + 1]].item(), abs=1e-4)
-            assert own["rank"] == 1 + int((expected[place] > expected[place, ids[place + 1]]).sum())
+            assert own["logprob"] == pytest.approx(expected[place, ids[place + 1]].item(), abs=NEAR)
+            ranks = [1 + int((expected[place] > own["logprob"] + error).sum()) for error in (NEAR, -NEAR)]
+            assert ranks[0] <= own["rank"] <= ranks[1]
             ranks = sorted(candidate["rank"] for candidate in entry.values())
             assert ranks[:count] == [1, 2][:count]
             assert count <= len(entry) <= count + 1
@@ -138,7 +141,7 @@ def test_a_stream_begins_with_the_prompt_and_its_log_probabilities(client: OpenA
             joined = [value for part in parts for value in getattr(part, field)]
             if field == "token_logprobs":
                 assert joined[0] is None
-                assert joined[1:] == pytest.approx(getattr(expected.logprobs, field)[1:], abs=1e-4)
+                assert joined[1:] == pytest.approx(getattr(expected.logprobs, field)[1:], abs=NEAR)
             else:
                 assert joined == getattr(expected.logprobs, field)
 

@@ -83,7 +83,7 @@ def test_two_hundred_streams_cut_off_after_every_event_are_whole(server: KaonSer
 
 def test_a_stream_is_resumed_while_it_is_computed(server: KaonServer) -> None:
     path = "/v1/completions"
-    body = {"prompt": "Hello", **COMMON, "max_tokens": 600, "ignore_eos": True, "stream_options": {"resumable": True}}
+    body = {"prompt": "Hello", **COMMON, "max_tokens": 1500, "ignore_eos": True, "stream_options": {"resumable": True}}
     with server.http() as http:
         with http.stream("POST", path, json=body) as response:
             first = next(events(response))

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.kaon_server import MODEL, KaonServer, eventually, free_port
+from tests.e2e.kaon_server import LASTING, MODEL, KaonServer, eventually, free_port
 
 StartServer = Callable[..., KaonServer]
 PROMPTS = [f"The story of client {number}: once upon a time" for number in range(6)]
@@ -81,7 +81,7 @@ def streamed(url: str, prompt: str) -> str:
 
 
 def test_an_update_fails_no_request_and_cuts_no_stream(start_server: StartServer, service: Service) -> None:
-    old, new = (start_server(server_config={"drain_timeout": 100}) for _ in range(2))
+    old, new = (start_server(**LASTING, server_config={"drain_timeout": 100}) for _ in range(2))
     old.ready()
     new.ready()
     expected = {prompt: streamed(old.url, prompt) for prompt in PROMPTS}
