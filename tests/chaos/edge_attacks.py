@@ -271,6 +271,7 @@ def shapes(port: Port, over: Over) -> None:
         start + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
         start + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"e" * 60_000 + b"\r\nx\r\n0\r\n\r\n",
         start + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x\r\nContent-Length: 0\r\n\r\n",
+        start + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 24\r\n\r\nGET /readyz HTTP/1.1\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 100,
         b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" * 500,
         b"GET /v1/models HTTP/0.9\r\n\r\n",
