@@ -77,6 +77,8 @@ PAIRS: dict[str, Callable[[Path], Drafting]] = {
     "EAGLE-3": partial(with_eagle, 3),
     "draft model": with_model,
 }
+RECURRENT = ("Qwen3-Next, MTP", "Qwen3.5, MTP")
+"""Pairs without cached prefixes, since these do not have a sequence's state."""
 FORMS = {"float32": ("float32", 1), "two ranks": ("float32", 2), "bfloat16": ("bfloat16", 1)}
 """Data types and numbers of ranks."""
 
@@ -176,6 +178,6 @@ def test_streams_of_a_killed_core_or_rank_are_those_without_drafts(pair: str, fo
         assert server.metric("kaon_core_restarts_total") == 1
         assert server.metric("kaon_requests_resumed_total") > 0
         assert server.metric("kaon_preemptions_total") > 0
-        assert server.metric("kaon_prefix_cache_hit_tokens_total") > 0
+        assert (server.metric("kaon_prefix_cache_hit_tokens_total") > 0) is (pair not in RECURRENT)
         drafted, accepted = (server.metric(f"kaon_{name}draft_tokens_total") for name in ("", "accepted_"))
         assert 0 < accepted < drafted
