@@ -31,12 +31,20 @@ typedef uint16_t bf16;
  * give the same result, unless a processor fuses a product with its sum, or lengths.h gives it shorter vectors: then
  * sums over the lanes have another order. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(KAON_SANITIZE)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#if __GNUC__ < 12 /* It knows levels of x86-64 only as a whole file's. */
+#define LEVEL_3 "avx2"
+#define LEVEL_4 "avx512f"
+#else
+#define LEVEL_3 "arch=x86-64-v3"
+#define LEVEL_4 "arch=x86-64-v4"
+#endif
+#define CLONES __attribute__((target_clones(LEVEL_4, LEVEL_3, "default")))
 #else
 #define CLONES
 #endif
 
-#if defined(__x86_64__) && (__GNUC__ >= 12 || __clang_major__ >= 16)
+/* Clang refuses arguments of 64 bytes between functions for different processors: see setup.py. */
+#if defined(__x86_64__) && __GNUC__ >= 11 && !defined(__clang__)
 #define HAS_X86 1
 #define AVX2_SET "avx2,fma,bmi,bmi2,f16c"
 #define AVX512_SET "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"

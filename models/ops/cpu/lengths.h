@@ -14,7 +14,7 @@
 #ifdef SHORT_VECTORS
 #ifndef KAON_SANITIZE
 #undef CLONES
-#define CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
+#define CLONES __attribute__((target_clones(LEVEL_3, "default")))
 #endif
 #define OPERATOR(name) void short_##name(const void *arguments, const struct step *step, struct worker *worker)
 #else

@@ -92,6 +92,33 @@ def test_an_error_of_the_compiler_ends_the_build_where_operators_are_required(
     assert (run.returncode == 0) is is_built
 
 
+@pytest.mark.parametrize(
+    ("macros", "is_refused"),
+    [("__GNUC__ 4\n#define __clang__ 1", True), ("__GNUC__ 10", True), ("__GNUC__ 11", False)],
+)
+def test_a_compiler_that_cannot_build_the_operators_for_x86_is_refused_by_name(
+    tmp_path: Path, macros: str, is_refused: bool
+) -> None:
+    compiler = tmp_path / "other-cc"
+    version = '#define __VERSION__ "Other 7.1"\n#define __x86_64__ 1\n#define __linux__ 1'
+    compiler.write_text(f"#!/bin/sh\ncat << 'END'\n#define {macros}\n{version}\nEND\n")
+    compiler.chmod(0o755)
+    (tmp_path / "models/ops/cpu").mkdir(parents=True)
+    (tmp_path / "models/ops/cpu/one.c").write_text("int one;")
+    for name in ("setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    run = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext"],
+        cwd=tmp_path,
+        env={**os.environ, "CC": str(compiler), "KAON_MUST_COMPILE": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.returncode != 0) is is_refused
+    assert (f'CC is {compiler}, "Other 7.1"; only GCC' in run.stderr and "set CC=gcc" in run.stderr) is is_refused
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("first"), 0o022)
