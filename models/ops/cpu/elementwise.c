@@ -2,10 +2,10 @@
 
 #include <math.h>
 
-#include "operators.h"
+#include "lengths.h"
 #include "vectors.h"
 
-/* For each 32 of a row, and for the rest of it, which is `width`. */
+/* For each 2 * LANES of a row, and for the rest of it, which is `width`. */
 #define FOR_PARTS(i, width, size, ...)                                                             \
     do {                                                                                           \
         int64_t i = 0;                                                                             \
@@ -110,7 +110,7 @@ static void norm_token(const struct rms_norm *op, int64_t token) {
 }
 
 /* Tasks: runs of tokens. */
-void rms_norm(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(rms_norm) {
     const struct rms_norm *op = arguments;
     int64_t run = tokens_of_task(step->num_tokens, worker->threads);
     for (int64_t task; (task = take_task(worker)) < parts(step->num_tokens, run);)
@@ -119,7 +119,7 @@ void rms_norm(const void *arguments, const struct step *step, struct worker *wor
 }
 
 /* Tasks: one, as there is little work. */
-void position_scales(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(position_scales) {
     const struct position_scales *op = arguments;
     if (take_task(worker) != 0) return;
     for (int64_t token = 0; token < step->num_tokens; token++) {
@@ -129,7 +129,7 @@ void position_scales(const void *arguments, const struct step *step, struct work
 }
 
 /* Tasks: tokens. */
-void rope_table(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(rope_table) {
     const struct rope_table *op = arguments;
     for (int64_t token; (token = take_task(worker)) < step->num_tokens;) {
         float *cos = op->cos + token * 2 * op->pairs, *sin = op->sin + token * 2 * op->pairs;
@@ -311,7 +311,7 @@ static void clear_rest(const struct rope_store *op, const struct step *step, int
 }
 
 /* Tasks: runs of tokens, then rows. */
-void rope_store(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(rope_store) {
     const struct rope_store *op = arguments;
     int64_t tokens = step->num_tokens, run = tokens_of_task(tokens, worker->threads), runs = parts(tokens, run);
     for (int64_t task; (task = take_task(worker)) < runs + step->num_rows;) {
@@ -353,16 +353,32 @@ CLONES static void gate_row(const struct activation *by, const bf16 *gates, cons
 CLONES static void gate_rows(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups,
                              int64_t rows, bf16 *out) {
     for (int64_t row = 0; row < rows; row++)
-        gate_part(by, gates + row * stride, ups + row * PANEL, PANEL, out + row * PANEL);
+        FOR_PARTS(i, width, PANEL, {
+            gate_part(by, gates + row * stride + i, ups + row * PANEL + i, width, out + row * PANEL + i);
+        });
 }
 
-void gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups, int64_t rows,
-                bf16 *out) {
+#ifdef SHORT_VECTORS
+void short_gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups, int64_t rows,
+                      bf16 *out) {
     gate_rows(by, gates, stride, ups, rows, out);
 }
+#else
+void gate_panel(enum isa isa, const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups,
+                int64_t rows, bf16 *out) {
+#if HAS_BOTH_LENGTHS
+    if (!long_vectors(isa)) {
+        short_gate_panel(by, gates, stride, ups, rows, out);
+        return;
+    }
+#endif
+    (void)isa;
+    gate_rows(by, gates, stride, ups, rows, out);
+}
+#endif
 
 /* Tasks: rows. */
-void gated(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(gated) {
     const struct gated *op = arguments;
     for (int64_t row; (row = take_task(worker)) < step->num_tokens * op->per_token;)
         gate_row(&op->by, op->gate + row * op->stride, op->up ? op->up + row * op->up_stride : NULL, op->size,
@@ -383,7 +399,7 @@ CLONES static void gate_head(const bf16 *x, const bf16 *gates, int is_of_head, b
 }
 
 /* Tasks: tokens. */
-void gate_heads(const void *arguments, const struct step *step, struct worker *worker) {
+OPERATOR(gate_heads) {
     const struct gate_heads *op = arguments;
     for (int64_t token; (token = take_task(worker)) < step->num_tokens;)
         for (int64_t head = 0; head < op->heads; head++) {

@@ -13,6 +13,7 @@
 struct gating_room {
     const struct gated_linear *op;
     const struct panel_products *products;
+    enum isa isa;
     float *sums; /* `bytes_of_waiting` */
     bf16 *gates; /* [GROUP][MOST_HELD * PANEL], and for one panel the values that they gate, and the result */
     bf16 *ups, *gated;
@@ -27,6 +28,7 @@ static struct gating_room prepare(const struct gated_linear *op, struct worker *
     const struct panel_products *products = panel_products(worker->isa);
     return (struct gating_room){.op = op,
                                 .products = products,
+                                .isa = worker->isa,
                                 .sums = sums,
                                 .gates = gates,
                                 .ups = ups,
@@ -71,7 +73,7 @@ static void gate_few(const struct gating_room *room, const struct share *share, 
         for (int64_t j = 0; j < made; j++, i++) {
             bf16 *out = (bf16 *)op->out + share->first * op->out_stride + (panel + i) * PANEL;
             round_made(room, rows, half + panel + i, j, room->ups, PANEL);
-            gate_panel(&room->op->by, room->gates + i * PANEL, stride, room->ups, rows, room->gated);
+            gate_panel(room->isa, &room->op->by, room->gates + i * PANEL, stride, room->ups, rows, room->gated);
             for (int64_t row = 0; row < rows; row++)
                 memcpy(out + row * op->out_stride, room->gated + row * PANEL, PANEL * sizeof(bf16));
         }
@@ -88,6 +90,7 @@ static void gate_share(struct gating_room *room, const struct share *share) {
     }
     const struct many many = {.op = op,
                               .by = &room->op->by,
+                              .isa = room->isa,
                               .products = room->products,
                               .staged = &room->staged,
                               .first = share->first,

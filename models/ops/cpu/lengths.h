@@ -28,6 +28,10 @@ static inline int long_vectors(enum isa isa) { return isa >= WITH_AVX512 || isa 
 static inline int long_vectors(enum isa isa) { return isa >= WITH_AVX512; }
 #endif
 
+/* `gate_panel` in short vectors. */
+void short_gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups, int64_t rows,
+                      bf16 *out);
+
 #define OPERATOR(name)                                                                                     \
     operator short_##name;                                                                                 \
     static operator long_##name;                                                                           \

@@ -44,7 +44,7 @@ static void gate_rows(const struct made *made, int64_t first, int64_t past) {
         count = min64(GATED_ROWS, past - row);
         for (int half = 0; half < 2; half++)
             many->products->round(made->sums[half] + row * PANEL, made->bias[half], count, 0, both[half], PANEL);
-        gate_panel(many->by, both[0], PANEL, both[1], count, gated);
+        gate_panel(many->isa, many->by, both[0], PANEL, both[1], count, gated);
         many->products->put(gated, count, many->is_large, out, op->out_stride);
     }
 }

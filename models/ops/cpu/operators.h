@@ -828,8 +828,8 @@ void begin_greedy(const struct greedy_head *op, int64_t rows, int thread);
 void keep_best(const struct greedy_head *op, float *logits, int64_t row, int64_t rows, int64_t token, int thread);
 
 /* act(gate) * up of PANEL columns; rows of the gates are `stride` apart, those of the others PANEL. */
-void gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups, int64_t rows,
-                bf16 *out);
+void gate_panel(enum isa isa, const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups,
+                int64_t rows, bf16 *out);
 
 /* Whether this processor has an instruction set, this build contains it, and the kernel grants it. */
 EXPORTED int kaon_runs(int isa);

@@ -127,6 +127,7 @@ void stage(struct staged *staged, const bf16 *x, int64_t stride, const int64_t *
 struct many {
     const struct linear *op;
     const struct activation *by; /* by which the first half of the outputs gates the second, or NULL */
+    enum isa isa;                /* of the gates */
     const struct panel_products *products;
     const struct staged *staged;
     int64_t first, count; /* the first row and how many */

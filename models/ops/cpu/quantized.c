@@ -259,7 +259,7 @@ static void gate_panels(const struct quantized_gated_linear *quantized, struct p
             multiply_panel(op, at, row, some, rows, half + panel + i);
             round_panel(op, at, some, half + panel + i, bench->ups, PANEL);
             const bf16 *gates = bench->gates + row * stride + i * PANEL;
-            gate_panel(&quantized->gated.by, gates, stride, bench->ups, some, bench->gated);
+            gate_panel(at->isa, &quantized->gated.by, gates, stride, bench->ups, some, bench->gated);
             at->products->put(bench->gated, some, at->is_large, out, op->out_stride);
         }
 }
