@@ -33,6 +33,7 @@ static struct lines lines_ahead(enum isa isa, int64_t bits, int64_t rows, const 
 /* A thread's scratch. */
 struct quantized_bench {
     int8_t values[STAGED_VALUES];
+    char expanded[2 * WHOLE_PANEL];
     int8_t unpacked[BLOCKS_AT_ONCE * BYTES_OF_VALUES];
     float scales[STAGED_VALUES / BLOCK];
     int32_t offsets[STAGED_VALUES / STEP_INPUTS];
@@ -42,6 +43,7 @@ struct quantized_bench {
     bf16 ups[STAGED_ROWS * PANEL], gated[STAGED_ROWS * PANEL];
 };
 _Static_assert(FEW_ROWS * MOST_HELD <= STAGED_ROWS * 2, "gates that wait have room");
+_Static_assert(BLOCKS_AT_ONCE * BYTES_OF_VALUES <= WHOLE_PANEL, "expanded blocks have room");
 _Static_assert(sizeof(struct quantized_bench) <= SCRATCH, "a thread's scratch holds it");
 
 static int64_t staged_rows(int64_t blocks) {
@@ -86,39 +88,44 @@ INLINE float stage_block(int8_t *to, int32_t *offsets, const bf16 *x, int64_t co
         bits size = (bits)values[i] & 0x7fffffff;
         largest = (bits)choose((integers)(size > largest), (vector)size, (vector)largest);
     }
-    union {
-        uint32_t bits;
-        float value;
-    } most = {(uint32_t)largest_of((integers)largest)};
-    int is_finite = most.bits < 0x7f800000;
-    float inverse = is_finite && most.value > 1e-30f ? LARGEST / most.value : 0;
-    int32_t totals[STEPS], all = 0;
+    struct block_scale scale = scale_of_block((uint32_t)largest_of((integers)largest));
+    int32_t totals[STEPS];
     for (int step = 0; step < STEPS; step++) {
         integers total = {0};
         for (int i = 0; i < STEP_INPUTS / LANES; i++) {
-            vector shifted = values[step * STEP_INPUTS / LANES + i] * inverse + 12582912.0f; /* The sum rounds. */
+            vector shifted = values[step * STEP_INPUTS / LANES + i] * scale.inverse + 12582912.0f; /* The sum rounds. */
             integers whole = (integers)shifted - 0x4b400000;
             total += whole;
             bytes narrowed = __builtin_convertvector(whole, bytes);
             memcpy(to + step * BYTES_OF_TILE + i * LANES, &narrowed, sizeof narrowed);
         }
-        all += totals[step] = total_of(total);
+        totals[step] = total_of(total);
     }
-    for (int step = 0; step < STEPS; step++)
-        offsets[step * LANES] = weight_bits == 8 ? -MIDDLE_OF_8 * all : -MIDDLE * totals[step];
-    return is_finite ? most.value / LARGEST : __builtin_nanf("");
+    set_offsets(offsets, totals, weight_bits);
+    return scale.of_values;
 }
 
-CLONES static void stage_row(struct quantized_bench *bench, int64_t row, const bf16 *x, int64_t inputs,
-                             int64_t weight_bits) {
-    int64_t blocks = parts(inputs, BLOCK), tile = row / LANES * blocks, place = row % LANES;
+/* The blocks of a row. */
+CLONES static void stage_blocks(int8_t *to, float *scales, int32_t *offsets, const bf16 *x, int64_t inputs,
+                                int64_t weight_bits) {
+    for (int64_t i = 0; i < inputs; i += BLOCK, to += STEPS * BYTES_OF_TILE, scales += LANES, offsets += STEPS * LANES)
+        *scales = stage_block(to, offsets, x + i, min64(BLOCK, inputs - i), weight_bits);
+}
+
+static void stage_row(struct quantized_bench *bench, enum isa isa, int64_t row, const bf16 *x, int64_t inputs,
+                      int64_t weight_bits) {
+    int64_t tile = row / LANES * parts(inputs, BLOCK), place = row % LANES;
     int8_t *to = bench->values + tile * STEPS * BYTES_OF_TILE + place * STEP_INPUTS;
     float *scales = bench->scales + tile * LANES + place;
     int32_t *offsets = bench->offsets + tile * STEPS * LANES + place;
-    for (int64_t block = 0; block < blocks; block++)
-        scales[block * LANES] =
-            stage_block(to + block * STEPS * BYTES_OF_TILE, offsets + block * STEPS * LANES, x + block * BLOCK,
-                        min64(BLOCK, inputs - block * BLOCK), weight_bits);
+#if HAS_X86
+    if (isa == WITH_AVX2 || isa == WITH_AVX_VNNI) {
+        avx2_stage_blocks(to, scales, offsets, x, inputs, weight_bits);
+        return;
+    }
+#endif
+    (void)isa;
+    stage_blocks(to, scales, offsets, x, inputs, weight_bits);
 }
 
 /* Where a thread is: the rows that are staged, -1 for none. */
@@ -129,6 +136,8 @@ struct place {
     int64_t bits;          /* of the weight */
     const int64_t *tokens; /* row of x for each row, or NULL */
     int64_t first_row;
+    int expands;          /* whether the staged rows are multiplied by expanded panels */
+    const char *expanded; /* the blocks that were expanded last */
     int is_large; /* whether the output is too large to be read again from a cache */
 };
 
@@ -143,9 +152,10 @@ static struct place prepare(struct worker *worker, int64_t bits) {
 
 /* Stage `count` rows from `first` on unless they are staged. */
 static void stage_rows(const struct linear *op, struct place *at, int64_t first, int64_t count) {
+    at->expands = at->bits == 4 && count >= EXPANDED_ROWS && quantized_products(at->isa, count, at->bits)->expand;
     for (int64_t row = 0; at->first_row != first && row < count; row++) {
         int64_t token = at->tokens ? at->tokens[first + row] : first + row;
-        stage_row(at->bench, row, op->x + token * op->x_stride, op->in_features, at->bits);
+        stage_row(at->bench, at->isa, row, op->x + token * op->x_stride, op->in_features, at->bits);
     }
     at->first_row = first;
     prepare_rows(at->isa, count);
@@ -169,7 +179,7 @@ static int64_t rows_at_once(const struct place *at, int64_t rows, int64_t inputs
 
 /* Sums of `rows` staged rows from `first` on, of `all` staged ones, times one panel. If these are all, as many blocks at
  * once as stay in the first cache from row to row. */
-static void multiply_panel(const struct linear *op, const struct place *at, int64_t first, int64_t rows, int64_t all,
+static void multiply_panel(const struct linear *op, struct place *at, int64_t first, int64_t rows, int64_t all,
                            int64_t number) {
     struct quantized_bench *bench = at->bench;
     int64_t bits = at->bits;
@@ -190,13 +200,19 @@ static void multiply_panel(const struct linear *op, const struct place *at, int6
         /* The next part, of which each group of rows fetches a share. */
         struct lines ahead = {panel.blocks + panel.count * size, (unsigned)parts(size / LINE, groups), 0, 0};
         ahead.at += before * ahead.lines * LINE;
-        if (groups == 1) ahead = lines_ahead(at->isa, bits, rows, panel.blocks, size);
+        if (groups == 1 && !at->expands) ahead = lines_ahead(at->isa, bits, rows, panel.blocks, size);
         const struct quantized_rows here = {.values = bench->values + (before + block) * STEPS * BYTES_OF_TILE,
                                             .scales = bench->scales + (before + block) * LANES,
                                             .offsets = bench->offsets + (before + block) * STEPS * LANES,
                                             .blocks = blocks,
                                             .count = rows};
-        by->multiply(&here, &panel, bench->sums, bench->products, &ahead);
+        if (!at->expands) {
+            by->multiply(&here, &panel, bench->sums, bench->products, &ahead);
+            continue;
+        }
+        if (at->expanded != panel.blocks) by->expand(&panel, bench->expanded);
+        at->expanded = panel.blocks, panel.values = (const int8_t *)bench->expanded;
+        by->multiply_expanded(&here, &panel, bench->sums, &ahead);
     }
 }
 

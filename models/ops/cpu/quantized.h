@@ -86,13 +86,44 @@ struct quantized_products {
      * are prefetched with each block by the first rows of each TWO_TILES. */
     void (*multiply)(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
                      int32_t *products, struct lines *ahead);
+    /* For EXPANDED_ROWS or more by 4 bits, or NULL: expand a panel, whose values then take a byte each, and multiply. */
+    void (*expand)(const struct quantized_panel *panel, char *to);
+    void (*multiply_expanded)(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
+                              struct lines *ahead);
 };
+#define EXPANDED_ROWS 12
 
 extern const struct quantized_products quantized_avx2, quantized_avx_vnni, quantized_avx512, quantized_amx; /* x86 */
 extern const struct quantized_products quantized_neon;                                            /* Arm */
 
 /* For a number of rows at once. A processor gives the same sums for any number of them. */
 const struct quantized_products *quantized_products(enum isa isa, int64_t rows, int64_t bits);
+
+/* How a block of a row is rounded. */
+struct block_scale {
+    float inverse, of_values;
+};
+
+/* `largest`: the bits of the block's largest magnitude. A value that is not finite makes the scale NaN. */
+static inline struct block_scale scale_of_block(uint32_t largest) {
+    union {
+        uint32_t bits;
+        float value;
+    } most = {largest};
+    if (most.bits >= 0x7f800000) return (struct block_scale){0, __builtin_nanf("")};
+    return (struct block_scale){most.value > 1e-30f ? LARGEST / most.value : 0, most.value / LARGEST};
+}
+
+/* `totals`: of the values of each step of a block. See `struct quantized_rows`. */
+static inline void set_offsets(int32_t *offsets, const int32_t totals[STEPS], int64_t weight_bits) {
+    for (int step = 0; step < STEPS; step++)
+        offsets[step * LANES] = weight_bits == 8 ? -MIDDLE_OF_8 * (totals[0] + totals[1]) : -MIDDLE * totals[step];
+}
+
+#if HAS_X86
+/* `stage_blocks` of quantized.c by AVX2, with the same results: vectors of 64 bytes take five times as long there. */
+void avx2_stage_blocks(int8_t *to, float *scales, int32_t *offsets, const bf16 *x, int64_t inputs, int64_t weight_bits);
+#endif
 
 /* `greedy_head` with such a weight. */
 void quantized_greedy_head(const struct greedy_head *op, const struct step *step, struct worker *worker);

@@ -21,6 +21,6 @@ NEON INLINE pair_of_words neon_dot_fours(pair_of_words sum, pair_of_words weight
 #define UNSIGNED 0
 #include "quantized_kernel.h"
 
-const struct quantized_products quantized_neon = {0, neon_multiply};
+const struct quantized_products quantized_neon = {.multiply = neon_multiply};
 
 #endif

@@ -89,7 +89,7 @@ static void multiply_portable(const struct quantized_rows *rows, const struct qu
     }
 }
 
-static const struct quantized_products portable = {1, multiply_portable};
+static const struct quantized_products portable = {.unpacks = 1, .multiply = multiply_portable};
 
 const struct quantized_products *quantized_products(enum isa isa, int64_t rows, int64_t bits) {
 #if HAS_X86

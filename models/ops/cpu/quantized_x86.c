@@ -30,7 +30,8 @@ AVX_VNNI INLINE __m256i avx_vnni_dot_fours(__m256i sum, __m256i weight, __m256i 
 #define UNSIGNED 1
 #include "quantized_kernel.h"
 
-const struct quantized_products quantized_avx512 = {0, avx512_multiply}, quantized_avx_vnni = {0, avx_vnni_multiply};
+const struct quantized_products quantized_avx512 = {.multiply = avx512_multiply};
+const struct quantized_products quantized_avx_vnni = {.multiply = avx_vnni_multiply};
 
 AVX512 INLINE __m512 load_scales(const bf16 *scales) {
     return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)scales)), 16);
@@ -173,5 +174,5 @@ static void multiply_amx(const struct quantized_rows *rows, const struct quantiz
     (panel->bits == 8 ? multiply_amx8 : multiply_amx4)(rows, panel, sums, products, ahead);
 }
 
-const struct quantized_products quantized_amx = {1, multiply_amx};
+const struct quantized_products quantized_amx = {.unpacks = 1, .multiply = multiply_amx};
 #endif
