@@ -99,7 +99,7 @@ def ranks_of(core: psutil.Process) -> list[psutil.Process]:
     return [child for child in core.children() if "rank_process" in " ".join(command_line(child))]
 
 
-LONG = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
 """Far from its end when the next action reaches a rank."""
 
 
