@@ -175,17 +175,23 @@ _SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     }
 )  # fmt: skip
 """Of text parts alone, whose configurations name what differs from the default."""
+_QWEN2_VL: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "hidden_size": 8192,
+        "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64, "vocab_size": 152064,
+    }
+)  # fmt: skip
 OF_TEXT_KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "cosmos3_edge_text": {
             "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "relu2",
-            "rope_theta": 1e8,
+            "rope_theta": 1e8, "head_dim": 128,
         },
         "glm4v_moe_text": {"max_position_embeddings": 65536, "attention_bias": True},
         "glm4v_text": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
         "glm_ocr_text": {
             "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 1.0, "attention_bias": False,
+            "partial_rotary_factor": 1.0,
         },
         "granite_docling_text": {
             "num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
@@ -195,17 +201,29 @@ OF_TEXT_KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "hyperclovax": {"tie_word_embeddings": True},
         "paddleocr_vl_text": {
             "num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-            "head_dim": 128, "tie_word_embeddings": True,
+            "head_dim": 128, "tie_word_embeddings": True, "hidden_size": 1024, "intermediate_size": 3072,
+            "num_hidden_layers": 18, "num_attention_heads": 16, "vocab_size": 103424,
         },
-        "qwen2_5_omni_text": {"num_key_value_heads": 4, "rope_theta": 1e6},
-        "qwen2_5_vl_text": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-        "qwen2_vl_text": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-        "qwen3_omni_moe_text": {"rope_theta": 1e6},
+        "qwen2_5_omni_text": {
+            "num_key_value_heads": 4, "rope_theta": 1e6, "hidden_size": 3584, "intermediate_size": 18944,
+            "num_hidden_layers": 28, "num_attention_heads": 28, "vocab_size": 152064,
+        },
+        "qwen2_5_vl_text": _QWEN2_VL,
+        "qwen2_vl_text": _QWEN2_VL,
+        "qwen3_omni_moe_text": {"rope_theta": 1e6, "norm_topk_prob": True},
         "qwen3_vl_moe_text": {"num_key_value_heads": 16, "max_position_embeddings": 128000, "rope_theta": 5e5},
         "qwen3_vl_text": {"num_key_value_heads": 32, "max_position_embeddings": 128000, "rope_theta": 5e5},
     }
 )  # fmt: skip
 """By `model_type` of text parts whose values differ from those of the architecture that runs them."""
+_FIXED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "glm4v_text": {"attention_bias": True},
+        "glm_ocr_text": {"attention_bias": False},
+        "qwen3_vl_moe_text": {"norm_topk_prob": True},
+    }
+)
+"""By `model_type` of text parts: values that transformers' code always has, whatever config.json says."""
 _ROPES = frozenset({"rope_parameters", "rope_scaling"})
 
 
@@ -213,7 +231,8 @@ def of_text_kind(section: Fields, kind: str) -> Fields:
     """The configuration of a text part with the values and names of the architecture that runs it."""
     values = dict(section.values)
     values |= {name: value for name, value in OF_TEXT_KINDS.get(kind, {}).items() if not section.has(name)}
-    if kind in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text") and not section.has("head_dim"):
+    values |= _FIXED.get(kind, {})
+    if kind == "glm4v_text" or (kind in ("glm4v_moe_text", "glm_ocr_text") and not section.has("head_dim")):
         values["head_dim"] = section.integer("hidden_size") // section.integer("num_attention_heads")
     if kind == "paddleocr_vl_text":
         values["attention_bias"] = values["mlp_bias"] = section.boolean("use_bias", False)

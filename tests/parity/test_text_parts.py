@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from models.architectures.config import ModelConfig, text_name
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS
 from models.config.defaults import OF_TEXT_KINDS
+from models.config.fields import Fields
 from models.errors import CheckpointError
+from models.loading.loader import make_model
 from tests.parity.checkpoints import Family, edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt
 from tests.parity.variants import all_variants, recurrent
 
-_COMPARED = [each.name for each in dataclasses.fields(ModelConfig) if each.name != "fields"]
 _OLD, _NEW, _TEXT_MODEL = "language_model.", "model.language_model.", "model.text_model."
 _TEXT_FIELDS_OF_THE_WHOLE = ("architectures", "dtype", "eos_token_id", "tie_word_embeddings")
 
@@ -96,13 +98,26 @@ _FACTORS = {
     "residual_multiplier": 0.7,
     "attention_multiplier": 0.2,
 }
+_QWEN3_MOE = {
+    "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2,
+    "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
+}  # fmt: skip
 WHOLES = [
     Whole(
         "Glm4v",
         {**_TOWER, "out_hidden_size": 64, "num_heads": 2},
         {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}, "head_dim": None},
     ),
-    Whole("Glm4v", _TOWER, {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}, "num_key_value_heads": 1}),
+    Whole(
+        "Glm4v",
+        _TOWER,
+        {
+            "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
+            "num_key_value_heads": 1,
+            # transformers' code has biases whatever config.json says.
+            "attention_bias": False,
+        },
+    ),
     Whole(
         "Glm46V",
         {"model_type": "glm4v_moe_vision", **_TOWER},
@@ -116,7 +131,12 @@ WHOLES = [
     Whole(
         "GlmOcr",
         _TOWER,
-        {"head_dim": 24, "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [4, 4, 4]}},
+        {
+            "head_dim": 24,
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [4, 4, 4]},
+            # transformers' code has none.
+            "attention_bias": True,
+        },
     ),
     Whole(
         "PaddleOCRVL",
@@ -136,7 +156,14 @@ WHOLES = [
     Whole("Cosmos3Edge", _LAYERS, {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}}),
     Whole("HyperCLOVAXVisionV2", _TOWER, _FACTORS),
     Whole("HyperCLOVAXVisionV2", _TOWER, {"head_dim": None, "use_post_norm": False, "logits_scaling": 2.0}),
-]
+    Whole("Qwen3VLMoe", _TOWER, _QWEN3_MOE),
+    # transformers' code divides by the sum whatever config.json says.
+    Whole("Qwen3VLMoe", _TOWER, {**_QWEN3_MOE, "norm_topk_prob": False}),
+    Whole(
+        "Qwen3OmniMoeThinker", _TOWER, _QWEN3_MOE,
+        {"audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}},
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("whole", WHOLES, ids=lambda whole: f"{whole.name}, {len(whole.text)} fields")
@@ -158,31 +185,58 @@ def test_the_text_part_computes_what_transformers_whole_computes(whole: Whole, t
     assert_same_distribution(model.logits(tokens), expected)
 
 
-_SIZES_OF_KINDS = {"glm4v_moe_text": {"head_dim": 128}, "qwen3_omni_moe_text": {"num_attention_heads": 32}}
-"""Where transformers' own defaults are none that fit each other."""
-_LEFT_OUT = {
-    *("max_position_embeddings", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "head_dim", "hidden_act"),
-    *("attention_bias", "mlp_bias", "embedding_multiplier", "logits_scaling", "residual_multiplier", "use_bias"),
-    *("attention_multiplier", "sliding_window", "norm_topk_prob", "first_k_dense_replace", "n_shared_experts"),
+_SIZES_OF_KINDS: dict[str, dict[str, int]] = {
+    "cosmos3_edge_text": {"hidden_size": 4096},
+    "glm4v_moe_text": {"head_dim": 128},
+    "qwen3_omni_moe_text": {"num_attention_heads": 32},
+    "qwen3_vl_text": {"hidden_size": 8192},
 }
+"""Where transformers' own defaults do not fit each other, or a head's size also follows from the others."""
+_SIZES = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
+_EXPERTS = {"moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"}
+_OF_CLASSES_WITH_SIZES = ("paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text")
 
 
 @pytest.mark.parametrize("kind", OF_TEXT_KINDS)
-def test_fields_that_a_text_part_leaves_out_have_the_values_of_transformers(kind: str, tmp_path: Path) -> None:
-    def read(values: dict[str, Any]) -> ModelConfig:
+def test_fields_that_a_text_part_leaves_out_have_the_values_of_transformers(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration is the same, and so is all that the model reads of the fields while it is built.
+
+    Sizes that no published checkpoint leaves out are required.
+    """
+    found: dict[str, Any] = {}
+
+    def recording(read: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(self: Fields, name: str, *args: Any, **options: Any) -> Any:
+            found[name] = read(self, name, *args, **options)
+            return found[name]
+
+        return recorded
+
+    for method in ("integer", "number", "boolean", "string", "strings", "integers"):
+        monkeypatch.setattr(Fields, method, recording(getattr(Fields, method)))
+
+    def read(values: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [whole], "text_config": values}))
-        return ModelConfig.from_checkpoint(tmp_path)
+        config = ModelConfig.from_checkpoint(tmp_path)
+        found.clear()
+        with torch.device("meta"):
+            make_model(dataclasses.replace(config, num_hidden_layers=2, sliding_windows=(None, None)))
+        return config, dict(found)
 
     whole = next(name for name, kinds in TEXT_PARTS.items() if next(iter(kinds)) == kind)
     own = _SIZES_OF_KINDS.get(kind, {})
-    config = CONFIG_MAPPING[kind](**own).to_dict()
-    complete = read(config)
-    for name in config.keys() & _LEFT_OUT - own.keys():
-        left_out = read({field: value for field, value in config.items() if field != name})
-        named = {name: (getattr(left_out, name), getattr(complete, name)) for name in _COMPARED}
-        assert all(found == expected for found, expected in named.values()), (name, named)
-        for number in ("embedding_multiplier", "logits_scaling", "residual_multiplier"):
-            assert left_out.fields.number(number, 1.0) == complete.fields.number(number, 1.0)
+    complete = CONFIG_MAPPING[kind](**own).to_dict()
+    expected = read(complete)
+    required = _EXPERTS | (set() if kind in _OF_CLASSES_WITH_SIZES else _SIZES)
+    for name in complete.keys() - own.keys() - {"bos_token_id", "eos_token_id", "tie_word_embeddings"}:
+        left_out = {field: value for field, value in complete.items() if field != name}
+        if name in required:
+            with pytest.raises(CheckpointError, match="has no"):
+                read(left_out)
+        else:
+            assert read(left_out) == expected, name
 
 
 @pytest.mark.parametrize("layers", ["blocks", "encoder.layers"])
