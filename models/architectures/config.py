@@ -116,7 +116,7 @@ class ModelConfig(CheckpointConfig):
         `architecture`: the architecture that computes the model, if it is not the one in config.json.
         """
         whole = read_config(path)
-        config, text_architecture = text_part(whole)
+        config, text_architecture = text_part(whole, path)
         architecture = architecture or text_architecture or _architecture(config)
         facts = ARCHITECTURES[architecture].facts
         config = with_one_rope(config)
@@ -228,7 +228,7 @@ _GENERATOR = re.compile(
 """Names of tensors next to those of Cosmos 3's text part, by which it makes images, sounds and actions."""
 
 
-def text_part(config: Fields) -> tuple[Fields, str | None]:
+def text_part(config: Fields, checkpoint: Path) -> tuple[Fields, str | None]:
     """Return the text part's configuration and architecture of a multimodal checkpoint, else `config` and None.
 
     Raises `CheckpointError` if the text part's architecture is not implemented.
@@ -241,7 +241,7 @@ def text_part(config: Fields) -> tuple[Fields, str | None]:
     if section is None:
         # Published checkpoints of Qwen2-VL and PaddleOCR-VL have the text part's fields at the top level.
         kind, text = next(iter(known.items()))
-        return of_text_kind(config, kind), text
+        return of_text_kind(config, kind, checkpoint), text
     kind = section.string("model_type", next(iter(known)))
     if kind not in known:
         raise section.invalid("model_type", f"one of {', '.join(known)}")
@@ -251,7 +251,7 @@ def text_part(config: Fields) -> tuple[Fields, str | None]:
     values = {**section.values, **values}
     if "quantization_config" in values:
         values["quantization_config"] = with_names(values["quantization_config"], lambda name: text_name(name) or name)
-    return of_text_kind(Fields(values, section.where), kind), known[kind]
+    return of_text_kind(Fields(values, section.where), kind, checkpoint), known[kind]
 
 
 def text_name(name: str) -> str | None:

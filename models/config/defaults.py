@@ -3,9 +3,12 @@
 Those that only one architecture reads are in its `ConfigFacts`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from models.config.fields import Fields
 
@@ -224,19 +227,41 @@ _FIXED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """By `model_type` of text parts: values that transformers' code always has, whatever config.json says."""
+_TIE = "tie_word_embeddings"
 _ROPES = frozenset({"rope_parameters", "rope_scaling"})
 
 
-def of_text_kind(section: Fields, kind: str) -> Fields:
-    """The configuration of a text part with the values and names of the architecture that runs it."""
-    values = dict(section.values)
-    values |= {name: value for name, value in OF_TEXT_KINDS.get(kind, {}).items() if not section.has(name)}
+def of_text_kind(section: Fields, kind: str, checkpoint: Path) -> Fields:
+    """The configuration of a text part with the values and names of the architecture that runs it.
+
+    A head that is tied by default only is not tied if `checkpoint` has weights of it, as in transformers.
+    """
+    defaults = {name: value for name, value in OF_TEXT_KINDS.get(kind, {}).items() if not section.has(name)}
+    if defaults.get(_TIE) and _has_head(checkpoint):
+        del defaults[_TIE]
+    values = {**section.values, **defaults}
     values |= _FIXED.get(kind, {})
     if kind == "glm4v_text" or (kind in ("glm4v_moe_text", "glm_ocr_text") and not section.has("head_dim")):
         values["head_dim"] = section.integer("hidden_size") // section.integer("num_attention_heads")
     if kind == "paddleocr_vl_text":
         values["attention_bias"] = values["mlp_bias"] = section.boolean("use_bias", False)
     return Fields(values, section.where)
+
+
+def _has_head(checkpoint: Path) -> bool:
+    """Whether the checkpoint has tensors of a language-model head. Damaged files are reported when they are loaded."""
+    names: Iterable[str]
+    file, index = checkpoint / "model.safetensors", checkpoint / "model.safetensors.index.json"
+    if file.is_file():
+        try:
+            with safe_open(file, framework="np") as tensors:
+                names = tensors.keys()
+        except (SafetensorError, OSError):
+            return False
+    else:
+        weight_map = Fields.from_file(index).section("weight_map") if index.is_file() else None
+        names = [] if weight_map is None else weight_map.values
+    return any("lm_head." in name for name in names)
 
 
 def with_left_out(config: Fields, architecture: str, *, is_text_part: bool) -> Fields:

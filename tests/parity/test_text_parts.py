@@ -239,6 +239,20 @@ def test_fields_that_a_text_part_leaves_out_have_the_values_of_transformers(
             assert read(left_out) == expected, name
 
 
+@pytest.mark.parametrize("max_shard_size", ["1GB", "50KB"])
+def test_a_head_of_its_own_is_used_where_config_json_ties_none(tmp_path: Path, max_shard_size: str) -> None:
+    """PaddleOCR-VL's classes tie by default; transformers uses the weights of a head that is in the file all the
+    same."""
+    path = make_checkpoint(tmp_path, max_shard_size=max_shard_size)
+    tokens = prompt(20)
+    expected = PagedModel(path).logits(tokens)
+    names = {"architectures": ["PaddleOCRVLForConditionalGeneration"], "model_type": "paddleocr_vl"}
+    edit_json(path / "config.json", **names, tie_word_embeddings=None)
+    model = PagedModel(path)
+    assert not model.config.tie_word_embeddings
+    assert torch.equal(model.logits(tokens), expected)
+
+
 @pytest.mark.parametrize("layers", ["blocks", "encoder.layers"])
 def test_names_as_transformers_saves_them_are_those_of_the_text_part(layers: str) -> None:
     name = "0.self_attn.o_proj.weight"
