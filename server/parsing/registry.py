@@ -123,6 +123,7 @@ TOOL_DIALECTS: Registry[ToolDialect] = Registry(
         "hermes": "server.parsing.dialects.hermes",
         "xlam": "server.parsing.dialects.llama_json",
         "pythonic": "server.parsing.dialects.pythonic",
+        "llama4_json": "server.parsing.dialects.llama_json",
         "llama3_json": "server.parsing.dialects.llama_json",
     },
 )

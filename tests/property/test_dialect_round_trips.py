@@ -258,6 +258,7 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
         "<function_calls>" + "\n".join(_python(call, _json) for call in calls) + "</function_calls>"
     ),
     "pythonic": lambda calls: f"[{', '.join(_python(call, repr) for call in calls)}]",
+    "llama4_json": lambda calls: "".join(_object(call, "parameters") for call in calls),
     "llama3_json": lambda calls: "; ".join(_object(call, "parameters") for call in calls),
     registry.HARMONY: _harmony,
 }
@@ -440,7 +441,7 @@ def test_arguments_are_read_as_they_were_written(dialect: str) -> None:
         if dialect in ("gigachat3", "gigachat31"):
             calls = calls[:1]
         thought, before, text = writing.words(), writing.words(), WRITERS[dialect](calls)
-        if dialect in ("pythonic", "llama3_json", "xlam"):
+        if dialect in ("pythonic", "llama3_json", "llama4_json", "xlam"):
             before = ""
         if dialect == registry.HARMONY:
             begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"

@@ -13,29 +13,34 @@ from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import CallObjectParser, call_list, call_object
 
 TAG = "<|python_tag|>"
-_MARKERS = Markers(TAG, START, END)
 
 
 class LlamaJsonParser(CallObjectParser):
-    """Reads objects at the beginning of the text, with or without a marker, and after every later marker."""
+    """Reads objects at the beginning of the text, with or without a marker, and after every later marker.
+
+    After `<|python_tag|>`, every object with a name is a call. Llama 4's markers are no part of the content, and an
+    object after them is a call under the same conditions as at the beginning of the text.
+    """
+
+    markers = Markers(TAG)
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
         feed.begin_record()
-        begins = yield from feed.skip_whitespace()
         self.marked = False
-        if begins == "{":
+        yield from self._read_calls_or_content()
+        while marker := (yield from self._content_until(self.markers)):
+            self.marked = marker == TAG
+            if not self.marked:
+                feed.begin_record()
+            yield from self._read_calls_or_content()
+
+    def _read_calls_or_content(self) -> Waiting[None]:
+        """Read the calls that follow the record; without one, the record and white space after it are content."""
+        if (yield from self._feed.skip_whitespace()) == "{":
             yield from self._read_calls()
         else:
             self._record_is_content()
-        while marker := (yield from self._content_until(_MARKERS)):
-            self.marked = True
-            if (yield from feed.skip_whitespace()) == "{":
-                yield from self._read_calls()
-            elif marker == TAG:
-                self._record_is_content()
-            else:
-                feed.end_record()
 
     def _read_calls(self) -> Waiting[None]:
         """Read the next calls and their separators."""
@@ -59,11 +64,34 @@ TOOL_DIALECTS.register("llama3_json")(
     ToolDialect(
         LlamaJsonParser,
         calls,
-        detect=lambda signs: signs.has_token(TAG) or TAG in signs.template or signs.has_token(START),
+        detect=lambda signs: signs.has_token(TAG) or TAG in signs.template,
         opening="{",
         optional=TAG,
-        markers=(TAG, START, END),
-        aliases=("llama4_json",),
+        markers=(TAG,),
+    )
+)
+
+
+def unseparated_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """Write an expression for an answer's calls in Llama 4."""
+    call = lark.rule(call_object(lark, functions, "parameters"))
+    return call if once else f"{call} {call}*"
+
+
+class Llama4JsonParser(LlamaJsonParser):
+    """Reads Llama 4's markers, which are ordinary text in answers of Llama 3."""
+
+    markers = Markers(START, END)
+
+
+TOOL_DIALECTS.register("llama4_json")(
+    ToolDialect(
+        Llama4JsonParser,
+        unseparated_calls,
+        detect=lambda signs: signs.has_token(START),
+        opening="{",
+        optional=START,
+        markers=(START, END),
     )
 )
 

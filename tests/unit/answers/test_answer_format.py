@@ -45,7 +45,7 @@ def made(
         (TOOLS + "<tool_call>{name}\n<arg_key> <think></think>", (), "glm45", "think"),
         (TOOLS + "<|start_header_id|>", ("<|python_tag|>",), "llama3_json", "none"),
         (TOOLS + "<|header_start|>", ("<|python_start|>",), "pythonic", "none"),
-        (TOOLS + """'{"name": "' + name + '", "parameters": '""", ("<|python_start|>",), "llama3_json", "none"),
+        (TOOLS + """'{"name": "' + name + '", "parameters": '""", ("<|python_start|>",), "llama4_json", "none"),
         (TOOLS + "[func_name1(params_name1=1)]", ("<|python_tag|>",), "pythonic", "none"),
         (TOOLS + "[TOOL_CALLS]", (), "mistral", "none"),
         (TOOLS + "[TOOL_CALLS] [ARGS] [THINK]", (), "mistral_args", "mistral"),
