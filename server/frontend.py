@@ -21,7 +21,7 @@ from engine.config.settings import ModelList
 from engine.distributed.processes import avoid_cpus
 from engine.messages import ModelInfo, Ready
 from engine.text.chat_template import ChatTemplate
-from engine.text.checkpoint_settings import GenerationDefaults
+from engine.text.checkpoint_settings import GenerationDefaults, read_json_object
 from engine.text.io_processor import InputOutputProcessor
 from engine.text.pooling import PoolingProcessor
 from engine.text.structured.compiler import GrammarCompiler
@@ -464,7 +464,8 @@ class _Stored(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "hy.tiktoken")
+_VOCABULARIES = ("tokenizer.model", "tiktoken.model", "hy.tiktoken", "tekken.json", "vocab.json", "merges.txt")
+"""Files of which a tokenizer is made if there is no tokenizer.json, which is complete alone."""
 
 
 def _check_replacement(present: Path, new: Path) -> int:
@@ -473,12 +474,23 @@ def _check_replacement(present: Path, new: Path) -> int:
     Raises `ValueError` with a sentence. The engine checks shapes and names of tensors itself; the errors found here
     would otherwise appear only after the engine was ended and started.
     """
-    for name in ("config.json", *_VOCABULARIES):
+    vocabularies = (
+        ("tokenizer.json",) if (present / "tokenizer.json").is_file() else ("tokenizer.json", *_VOCABULARIES)
+    )
+    for name in ("config.json", *vocabularies):
         if (present / name).is_file() != (new / name).is_file():
             raise ValueError(f"only one of {present} and {new} has {name}; both must have it, or neither")
-    for name in _VOCABULARIES:
-        if (new / name).is_file() and (new / name).read_bytes() != (present / name).read_bytes():
-            raise ValueError(f"{name} of {new} is not that of the model; weights can be replaced, vocabularies cannot")
+    changed = [
+        name
+        for name in vocabularies
+        if (new / name).is_file() and (new / name).read_bytes() != (present / name).read_bytes()
+    ]
+    if vocabularies[1:] and _added_tokens(new) != _added_tokens(present):
+        changed.append("added_tokens_decoder")
+    if changed:
+        raise ValueError(
+            f"{changed[0]} of {new} is not that of the model; weights can be replaced, vocabularies cannot"
+        )
     files = list(new.glob("*.safetensors"))
     for file in files:
         if not file.is_file():
@@ -507,6 +519,11 @@ def _check_replacement(present: Path, new: Path) -> int:
                 "again"
             )
     return sum(file.stat().st_size for file in files)
+
+
+def _added_tokens(checkpoint: Path) -> object:
+    """Return the tokens that tokenizer_config.json adds to a vocabulary, by their ids."""
+    return read_json_object(checkpoint / "tokenizer_config.json").get("added_tokens_decoder")
 
 
 def owner_of(scope: Scope) -> Owner:

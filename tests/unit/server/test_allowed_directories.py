@@ -102,5 +102,35 @@ def test_metadata_of_weights_may_have_any_names(tmp_path: Path) -> None:
     assert _check_replacement(tmp_path, tmp_path) == 8 + len(header)
 
 
+_ADDED = '{"added_tokens_decoder": {"3": {"content": "%s"}}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "present", "new", "said"),
+    [
+        ("tekken.json", "{}", "[]", "tekken.json"),
+        ("tekken.json", "{}", None, "has tekken.json; both must have it"),
+        ("vocab.json", "{}", "[]", "vocab.json"),
+        ("tokenizer_config.json", _ADDED % "<a>", _ADDED % "<b>", "added_tokens_decoder"),
+    ],
+)
+def test_weights_of_another_vocabulary_are_refused(
+    name: str, present: str, new: str | None, said: str, tmp_path: Path
+) -> None:
+    """Unless both have the same tokenizer.json, next to which no other file is read."""
+    folders = [tmp_path / "present", tmp_path / "new"]
+    for folder, text in zip(folders, (present, new), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        _write_header(folder, "{}")
+        if text is not None:
+            (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        _check_replacement(*folders)
+    for folder in folders:
+        (folder / "tokenizer.json").write_text("{}")
+    assert _check_replacement(*folders) == 8 + len("{}")
+
+
 def _write_header(folder: Path, header: str) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
