@@ -14,7 +14,7 @@ SPECIAL_TOKEN_NAMES = frozenset(
 )
 """Keys under which a checkpoint names a special token, and a chat template finds its text."""
 _OF_TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-"""Mistral's, in checkpoints whose tokenizer is tekken.json alone."""
+"""Mistral's, in checkpoints whose tokenizer is tekken.json, without a tokenizer.json."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -33,12 +33,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def read_special_tokens(checkpoint: Path) -> dict[str, str]:
     """Text of each special token that the checkpoint names, by its key (`eos_token`).
 
-    tokenizer_config.json wins over special_tokens_map.json, and both win over the names of Mistral's tekken.json.
-    Either may write a token as a string or as an object with its text under `content`; null means that the model has
-    none.
+    tokenizer_config.json wins over special_tokens_map.json, and both win over the names of Mistral's tekken.json,
+    which is read if there is no tokenizer.json. Either may write a token as a string or as an object with its text
+    under `content`; null means that the model has none.
     """
+    has_tekken = (checkpoint / "tekken.json").is_file() and not (checkpoint / "tokenizer.json").is_file()
     entries = {
-        **(_OF_TEKKEN if (checkpoint / "tekken.json").is_file() else {}),
+        **(_OF_TEKKEN if has_tekken else {}),
         **read_json_object(checkpoint / "special_tokens_map.json"),
         **read_json_object(checkpoint / "tokenizer_config.json"),
     }

@@ -9,6 +9,7 @@ import transformers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from engine.text.chat_template import ChatTemplate
+from engine.text.checkpoint_settings import read_special_tokens
 from engine.text.tokenizer import Tokenizer
 from models.errors import CheckpointError
 
@@ -44,6 +45,8 @@ def test_mistrals_tekken_file_is_enough_and_names_its_special_tokens(tmp_path: P
     assert ids == [1, 3, 20 + 257, 20 + 258, 4]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
     assert tokenizer.decode([*ids, 2]) == "the the"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert read_special_tokens(tmp_path) == {}, "tekken.json is not read next to a tokenizer.json"
 
 
 def test_a_checkpoint_without_any_tokenizer_is_refused_in_one_sentence(tmp_path: Path) -> None:
