@@ -113,27 +113,27 @@ class _TiktokenForm(NamedTuple):
 
     file: str
     """Has a line of a token in base64 and its rank each."""
-    pieces: str
-    """Matches the pieces of a text within which tokens are merged."""
-    further: Callable[[int], list[str]]
+    pattern: str
+    """The pre-tokenizer's pattern: tokens are merged within its matches."""
+    special_tokens: Callable[[int], list[str]]
     """Names of the special tokens after the file's; those of tokenizer_config.json replace them. Called with the first
     id."""
-    is_composed: bool = False
-    """Whether texts are brought to Unicode's composed form (NFC)."""
+    is_nfc: bool = False
+    """Whether texts are normalised to NFC."""
 
 
-_CAPITALS, _SMALLS = (rf"[\p{{{kind}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kind in (r"Lu}\p{Lt", "Ll"))
-_SHORT_FORMS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SIGNS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPERCASE, _LOWERCASE = (rf"[\p{{{kind}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kind in (r"Lu}\p{Lt", "Ll"))
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_PUNCTUATION_AND_WHITESPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _KIMI = _TiktokenForm(
     "tiktoken.model",
     "|".join(
         (
             r"[\p{Han}]+",
-            rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALLS}+{_SHORT_FORMS}?",
-            rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALLS}*{_SHORT_FORMS}?",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPERCASE}*{_LOWERCASE}+{_CONTRACTIONS}?",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPERCASE}+{_LOWERCASE}*{_CONTRACTIONS}?",
             r"\p{N}{1,3}",
-            _SIGNS_AND_SPACES,
+            _PUNCTUATION_AND_WHITESPACE,
         )
     ),
     lambda first: [f"<|reserved_token_{id}|>" for id in range(first, first + 256)],
@@ -141,9 +141,9 @@ _KIMI = _TiktokenForm(
 _HUNYUAN_NAMES = [f"<|{name}|>" for name in ("endoftext", "startoftext", "bos", "eos", "pad")]
 _HUNYUAN = _TiktokenForm(
     "hy.tiktoken",
-    rf"{_SHORT_FORMS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SIGNS_AND_SPACES}",
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_PUNCTUATION_AND_WHITESPACE}",
     lambda _: [*_HUNYUAN_NAMES, *(f"<|extra_{number}|>" for number in range(205))],
-    is_composed=True,
+    is_nfc=True,
 )
 _TIKTOKEN_FORMS = {"TikTokenTokenizer": _KIMI, "HYTokenizer": _HUNYUAN}
 """By `tokenizer_class` of tokenizer_config.json."""
@@ -174,16 +174,16 @@ def _read_tiktoken(path: Path, form: _TiktokenForm) -> tokenizers.Tokenizer:
             ignore_merges=True,
         )
     )
-    if form.is_composed:
+    if form.is_nfc:
         backend.normalizer = normalizers.NFC()
-    pieces = pre_tokenizers.Split(tokenizers.Regex(form.pieces), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    split = pre_tokenizers.Split(tokenizers.Regex(form.pattern), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
-    _add_further(backend, path / "tokenizer_config.json", len(ranks), form.further(len(ranks)))
+    _add_special_tokens(backend, path / "tokenizer_config.json", len(ranks), form.special_tokens(len(ranks)))
     return backend
 
 
-def _add_further(backend: tokenizers.Tokenizer, file: Path, first: int, names: list[str]) -> None:
+def _add_special_tokens(backend: tokenizers.Tokenizer, file: Path, first: int, names: list[str]) -> None:
     """Add the tokens from id `first` on, as `added_tokens_decoder` of tokenizer_config.json or `names` has them."""
     named = read_json_object(file).get("added_tokens_decoder", {})
     try:

@@ -225,7 +225,7 @@ _GENERATOR = re.compile(
     r"moe_gen\.|\.add_[qkv]_proj\.|\.to_add_out\.|\.norm_added_[qk]\.|_und_for_gen\."
     r"|^model\.(time_embedder\.|proj_(in|out)\.|action_)"
 )
-"""Names of tensors next to those of Cosmos 3's text part, by which it makes images, sounds and actions."""
+"""Matches the names of Cosmos 3's tensors that generate images, sounds and actions, which are not loaded."""
 
 
 def text_part(config: Fields, checkpoint: Path) -> tuple[Fields, str | None]:

@@ -122,7 +122,7 @@ class LayerInputsLayer(nn.Module):
     activation: int
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """That activation."""
+        """Yield the comparison of this activation with torch."""
         from models.ops.triton.cases.elementwise import ActivationCase
 
         del max_tokens

@@ -45,16 +45,16 @@ _ATTEMPTS = 2
 """Number of attempts for a grammar, because the process may end for another reason."""
 
 _ABANDONED_SECONDS = 1.0
-"""Time after which a check for which nobody waits is ended, about what the next process takes to start: sooner, a
-client that sends cheap grammars and disconnects would cost the others more than its checks do."""
+"""Time after which a check is ended if its request was cancelled, about what the next process takes to start: sooner,
+a client that sends cheap grammars and disconnects would cost the others more than its checks do."""
 
 
 class CheckWatch:
-    """Kills the process of one check when the check has taken too long, which is sooner once nobody waits for it."""
+    """Kills the process of one check that has taken too long, which is sooner if its request was cancelled."""
 
     def __init__(self) -> None:
         self.is_abandoned = False
-        """Whether nobody waits for the result."""
+        """Whether the request that needs the result was cancelled."""
         self._lock = threading.Lock()
         self._kill: Callable[[], object] | None = None
         """Kills the process; None while it does not compute this check."""
@@ -74,7 +74,7 @@ class CheckWatch:
             self._set_timer()
 
     def abandon(self) -> None:
-        """Note that nobody waits for the check any more. Does not block."""
+        """Note that the request was cancelled. Does not block."""
         with self._lock:
             self.is_abandoned = True
             self._set_timer()
@@ -139,7 +139,7 @@ class CheckProcess:
                         _RETRY_SECONDS,
                     )
         if watch.is_abandoned:
-            raise CheckUnavailable("nobody waits for the grammar any more")
+            raise CheckUnavailable("the request was cancelled before its grammar was checked")
         raise CheckUnavailable(f"the process that checks grammars ended with exit code {process.returncode}")
 
     def close(self) -> None:
