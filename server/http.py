@@ -457,20 +457,25 @@ class HttpProtocol(HttpToolsProtocol):
                     return
             self._has_begun = True
             cycle.message_event.set()
-            if cycle.more_body and not cycle.keep_alive:
+            if cycle.more_body and (cycle.waiting_for_100_continue or not cycle.keep_alive):
                 send = self._lingering(cycle, send)
             await self._application(
                 scope, receive, _unchunked(cycle, send) if scope["http_version"] == "1.0" else send
             )
 
     def _lingering(self, cycle: RequestResponseCycle, send: Send) -> Send:
-        """Wrap `send` of `cycle`, a connection's last request, whose body is incomplete.
+        """Wrap `send` of `cycle`, whose body is incomplete: a connection's last request, or one with `Expect`.
 
-        uvicorn would close the connection at the answer's end, and the rest of the body would reset it.
+        After an answer in place of 100 Continue, the client may send the body or another request, which cannot be
+        distinguished (RFC 9110, section 10.1.1), so the connection ends. uvicorn would close a connection at the
+        answer's end, and the rest of the body would reset it.
         """
 
         async def send_lingering(message: Message) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body", False) and cycle.more_body:
+            if message["type"] == "http.response.start":
+                if cycle.waiting_for_100_continue and cycle.more_body:
+                    cycle.keep_alive = False
+            elif cycle.more_body and not (cycle.keep_alive or message.get("more_body", False)):
                 self._is_last = cycle.keep_alive = True
             await send(message)
 
