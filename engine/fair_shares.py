@@ -4,6 +4,7 @@ Service is measured in units of the work: tokens of the engine, or seconds of a 
 service is next (virtual-time fair queueing: P. Goyal et al., "Start-time Fair Queueing", 1996).
 """
 
+import math
 from collections.abc import Iterable, Set
 
 _OWNERS_KEPT = 64
@@ -136,17 +137,13 @@ class FairShares:
 
         return sorted(owners, key=service)
 
-    def is_lightest(self, owner: str) -> bool:
-        """Return whether no known owner that was served recently has less recent service. Thread-safe."""
+    def least_recent(self) -> float:
+        """Return the least `recent` of known owners that were served recently; infinite if none was. Thread-safe."""
         recent, before = self._recent.copy(), self._before.copy()
-        own = recent.get(owner, 0.0) + before.get(owner, 0.0)
-        if self.is_new(owner):
-            own += _NEW_SERVICE * self._mean
-        return all(
-            recent.get(each, 0.0) + before.get(each, 0.0) >= own
-            for each in recent.keys() | before.keys()
-            if each != owner and not self.is_new(each)
-        )
+        known = (each for each in recent.keys() | before.keys() if not self.is_new(each))
+        least = min((recent.get(each, 0.0) + before.get(each, 0.0) for each in known), default=math.inf)
+        mean = self._mean
+        return least / mean if mean else math.inf
 
     def recent(self, owner: str) -> float:
         """Return the recent service of an owner, relative to the mean of all owners. Thread-safe."""

@@ -84,6 +84,18 @@ class BlockManager:
         """Return the length in tokens of the prefix of a waiting sequence that `allocate` would find in the cache."""
         return len(self.find_prefix(seq)) * self.block_size
 
+    def may_have_cached(self, seq: BlockOwner, num_tokens: int) -> bool:
+        """Return False if the cached prefix of a waiting sequence is known to be shorter than `num_tokens`. This looks
+        up one block: the last one within `num_tokens` whose digest is known."""
+        if num_tokens <= 0:
+            return True
+        if not self.enable_prefix_caching or seq.skips_cached_prefix:
+            return False
+        if not seq.block_hashes:
+            return self.count_cached_tokens(seq) >= num_tokens
+        index = min(-(-num_tokens // self.block_size), len(seq.block_hashes)) - 1
+        return seq.block_hashes[index] in self.pool.hash_to_block_id
+
     def can_allocate(self, seq: BlockOwner) -> bool:
         """Return whether enough blocks are free for all tokens of a waiting sequence."""
         free = len(self.pool.free_block_ids)

@@ -41,6 +41,9 @@ _HOLD_BACK_SECONDS = 10.0
 """Seconds for which a preempted owner starts nothing beyond its share, so that others can use the freed room."""
 _ROOM_CHECK_SECONDS = 0.05
 """Seconds between two computations of the owners' holdings."""
+_MOST_EXAMINED = 8
+"""Most owners whose next prompts are examined for one interposed step, which is chosen before each step and in each
+pause."""
 
 
 def _may_be_interposed(seq: Sequence) -> bool:
@@ -344,8 +347,9 @@ class Scheduler:
                     del started[owner]
 
     def _add_short_prompts(self, step: StepBuilder, passed_over: Collection[str], blocked: Sequence | None) -> None:
-        """Add whole short prompts of the least served owner beyond the step's time, if it was served no more than the
-        mean lately. In chunks of what other owners' decodes leave of a small model's step they would take many steps.
+        """Add whole short prompts of the least served owner beyond the step's time, if it was served less than
+        the mean lately. In chunks of what other owners' decodes leave of a small model's step they would take many
+        steps.
         """
         if self.step_budget is None:
             return
@@ -603,7 +607,9 @@ class Scheduler:
     def would_interpose(self, seq: Sequence) -> bool:
         """Whether a new sequence would be interposed if its prompt is short. Thread-safe."""
         has_slot = self._pool.has_slot(self._kept_from(seq.owner))
-        return has_slot and _may_be_interposed(seq) and self._is_light(seq.owner)
+        if self.step_budget is None or not has_slot or not _may_be_interposed(seq):
+            return False
+        return self.step_budget.may_interpose(seq.owner, self._shares.recent(seq.owner), self._shares.least_recent())
 
     def may_pause(self, batch: ScheduledBatch) -> bool:
         """Whether a scheduled step may be paused, for `interpose`."""
@@ -622,15 +628,19 @@ class Scheduler:
         if not self.running and len(self.waiting.owners) == 1:
             # The next step is short enough.
             return None
-        for owner in self._shares.from_lightest(self._may_start()):
-            if not self._is_light(owner) or self._is_waited_for(owner, self._blocked):
+        owners = [each for each in self._may_start() if self._may_be_short(self.waiting.first_of(each))]
+        if not owners:
+            return None
+        least, num_preemptions = self._shares.least_recent(), self._pool.num_preemptions
+        for owner in self._shares.from_lightest(owners)[:_MOST_EXAMINED]:
+            service = self._shares.recent(owner)
+            if not self.step_budget.may_interpose(owner, service, least) or self._is_waited_for(owner, self._blocked):
                 return None
-            step = self.step_budget.interposed_step(
-                self.limits.num_tokens, self._shares.recent(owner), is_lightest=self._shares.is_lightest(owner)
-            )
+            step = self.step_budget.interposed_step(self.limits.num_tokens, service, least)
             first = self.waiting.first_of(owner)
-            if paused is None and not self._submitted and self._is_short(step, first):
-                # At most once for each interposed step, whose number is bounded.
+            may_preempt = paused is None and not self._submitted and self._pool.num_preemptions == num_preemptions
+            if may_preempt and self._is_short(step, first):
+                # At most for one owner at a time: what was preempted may not suffice for it.
                 self._preempt_for(first, self._clock(), self._kept_from(owner))
             self._take_short_prompts(step, owner, paused)
             if step.seqs:
@@ -669,12 +679,6 @@ class Scheduler:
         below = [each for each in owners if holdings[each].in_shares < 1.0]
         return below if has_slot else [each for each in below if not holdings[each].sequences] or below
 
-    def _is_light(self, owner: str) -> bool:
-        """Whether short prompts of an owner would be interposed now. Thread-safe."""
-        return self.step_budget is not None and self.step_budget.may_interpose(
-            owner, self._shares.recent(owner), is_lightest=self._shares.is_lightest(owner)
-        )
-
     def _is_waited_for(self, owner: str, blocked: Sequence | None) -> bool:
         """Whether `blocked`, which waits for a slot or blocks, is of another owner with no more service than this
         one."""
@@ -708,6 +712,13 @@ class Scheduler:
             return True
         # The paused step may have published blocks that it is still writing, so cached blocks are checked against it.
         return paused.written_blocks.isdisjoint(self.block_manager.find_prefix(seq))
+
+    def _may_be_short(self, seq: Sequence) -> bool:
+        """Whether a sequence's whole prompt may fit an interposed step; if not, this is found in constant time."""
+        if self.step_budget is None or not _may_be_interposed(seq):
+            return False
+        most = min(self.step_budget.max_interposed_tokens, self.limits.num_tokens)
+        return self.block_manager.may_have_cached(seq, seq.num_tokens - most)
 
     def _is_short(self, step: StepBuilder, seq: Sequence) -> bool:
         """Whether a sequence's whole prompt fits a step's tokens and time, and may be interposed."""

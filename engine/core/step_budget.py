@@ -64,6 +64,8 @@ proportionally fewer."""
 _LEAST_BOUND = 0.02
 """The steps interposed before and in a step take at most as long as its bound, and streams wait longer by that. For
 this, a bound counts as at least so many seconds, for small models, and as at most `max_step_seconds`."""
+_LEFT_BY_LIGHTEST = 0.25
+"""Most of that time that the owner which was served least lately leaves, to owners that were not served lately."""
 _LEFT_BY_ADDED = 0.5
 """Part of that time that prompts which are added to a step leave, whatever the service of their owner."""
 _ADDED_SHARE, _MOST_ADDED = 0.25, 4.0
@@ -71,6 +73,11 @@ _ADDED_SHARE, _MOST_ADDED = 0.25, 4.0
 They cost no more there than in other steps."""
 _FAILED_SECONDS = 10.0
 """Seconds without interposed steps after one has raised: other steps compute its sequences first."""
+
+
+def _left(service: float, least: float) -> float:
+    """Return the part of the time of interposed steps that an owner with this service leaves to others."""
+    return min(service, _LEFT_BY_LIGHTEST) if service <= least else service
 
 
 class StepLimits:
@@ -128,7 +135,7 @@ class StepBudget:
     ) -> None:
         self._max_seconds = default_seconds if max_step_seconds is None else max_step_seconds
         self._grows = max_step_seconds is None
-        self._max_interposed_tokens = max_interposed_tokens
+        self.max_interposed_tokens = max_interposed_tokens
         self._mixed = mixed
         self._model = StepTimeModel(self._max_seconds)
         self.is_alone = True
@@ -173,7 +180,7 @@ class StepBudget:
         if self._grows:
             bound = max(bound, min(_SHORT_COSTS * self._fixed, _MOST_GROWTH * bound))
         shared = _SHORT_COSTS * self._fixed
-        if self._max_interposed_tokens and has_slot:
+        if self.max_interposed_tokens and has_slot:
             spare = max(0.0, self._allowance - self._fixed) / _ALLOWANCE_OF_LONG
             shared += (_SHARED_COSTS - _SHORT_COSTS) * min(spare, self._fixed)
         self._bound = bound if self.is_alone else min(bound, max(shared, _LEAST))
@@ -183,35 +190,35 @@ class StepBudget:
 
     def may_pause(self, batch: ScheduledBatch) -> bool:
         """Return whether a step is long enough to interpose others."""
-        if not self._max_interposed_tokens:
+        if not self.max_interposed_tokens:
             return False
         return self._model.seconds(StepWork.of(batch)) >= max(_PAUSED_SECONDS, _PAUSED_COSTS * self._fixed)
 
     @property
     def has_allowance(self) -> bool:
         """Whether one more step may be interposed, for an owner that was not served lately."""
-        if not self._max_interposed_tokens or not self._owners:
+        if not self.max_interposed_tokens or not self._owners:
             return False
         return self._seconds_left(0.0) >= self._fixed and self._allowance >= self._fixed
 
-    def may_interpose(self, owner: str, service: float, *, is_lightest: bool) -> bool:
+    def may_interpose(self, owner: str, service: float, least: float) -> bool:
         """Return whether one more step may be interposed for an owner with this recent service, relative to the mean.
 
-        The more an owner was served, the more of the allowance and of the time it leaves to others; of the time the
-        owner that was served least leaves nothing. An owner that is alone has its prompts in its own steps. Called in
-        any thread.
+        The more an owner was served, the more of the allowance and of the time it leaves to others; of the time, an
+        owner with no more than the `least` service leaves at most a fixed part. An owner that is alone has its prompts
+        in its own steps. Called in any thread.
         """
         if not self.has_allowance or service > _MOST_SERVICE or (self.is_alone and owner in self._owners):
             return False
         if self._allowance < self._fixed * (1.0 + _MOST_LEFT * service / _MOST_SERVICE):
             return False
-        return self._seconds_left(0.0 if is_lightest else service) >= self._fixed
+        return self._seconds_left(_left(service, least)) >= self._fixed
 
-    def interposed_step(self, num_tokens: int, service: float, *, is_lightest: bool) -> StepBuilder:
+    def interposed_step(self, num_tokens: int, service: float, least: float) -> StepBuilder:
         """Create a step to interpose for an owner with this recent service, of at most `num_tokens` tokens, with the
         time that its prompts may take."""
-        step = StepBuilder(min(self._max_interposed_tokens, num_tokens), 0)
-        step.seconds = self._seconds_left(0.0 if is_lightest else service) - self._fixed
+        step = StepBuilder(min(self.max_interposed_tokens, num_tokens), 0)
+        step.seconds = self._seconds_left(_left(service, least)) - self._fixed
         return step
 
     def _seconds_left(self, kept: float) -> float:
@@ -220,7 +227,7 @@ class StepBudget:
 
     def seconds_to_add(self, service: float) -> float:
         """Return the time beyond a short step's bound for short prompts of an owner with this recent service."""
-        if not self._max_interposed_tokens or self.is_alone or self._bound >= _LEAST_BOUND:
+        if not self.max_interposed_tokens or self.is_alone or self._bound >= _LEAST_BOUND:
             return 0.0
         if service > _MOST_SERVICE:
             return 0.0

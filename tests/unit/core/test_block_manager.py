@@ -108,6 +108,20 @@ def test_adapters_never_share_with_each_other_or_the_base_model_whatever_their_s
             assert len(set(seq.block_hashes)) == 2
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_prefix_that_may_be_cached_is_found_by_one_look_up(*, caching: bool) -> None:
+    """It may be answered falsely only where the cached prefix is long enough."""
+    manager = make_manager(caching=caching)
+    manager.allocate(make_seq([1] * 10))
+    seq = make_seq([1] * 10 + [2] * 10)
+    cached = 8 if caching else 0
+    for _ in range(2):
+        assert [num_tokens for num_tokens in range(21) if manager.may_have_cached(seq, num_tokens)] == [
+            num_tokens for num_tokens in range(21) if num_tokens <= cached
+        ]
+        assert manager.count_cached_tokens(seq) == cached
+
+
 def test_without_prefix_caching_nothing_is_shared() -> None:
     manager = make_manager(caching=False)
     first, second = make_seq(list(range(8))), make_seq(list(range(8)))
