@@ -55,8 +55,8 @@ def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
                 "NOTIFY_SOCKET": str(folder / "notify"),
                 "WATCHDOG_USEC": "400000",
             },
-            num_kvcache_blocks=24,
-            max_model_len=256,
+            num_kvcache_blocks=64,
+            max_model_len=1024,
             server_config={"metrics_aliases": "vllm", "access_log": "json"},
             kv_events_config={"kv_events_endpoint": f"tcp://*:{events_port}", "kv_events_topic": "kv@a@b"},
         ).ready()
@@ -156,9 +156,9 @@ def test_the_json_log_names_the_trace(operated: Operated) -> None:
 
 
 def test_a_preemption_is_an_event_of_the_request_that_lost_its_blocks(operated: Operated) -> None:
-    """24 blocks of 16 tokens are too few for four sequences of 120."""
+    """64 blocks of 16 tokens are too few for four sequences of 300."""
     before = operated.server.metric("kaon_preemptions_total")
-    body = {"prompt": "A", "max_tokens": 120, "n": 4, "ignore_eos": True, "temperature": 1.0}
+    body = {"prompt": "A", "max_tokens": 300, "n": 4, "ignore_eos": True, "temperature": 1.0}
     _, trace_id = post(operated, "/v1/completions", body)
     assert operated.server.metric("kaon_preemptions_total") > before
     spans(operated, trace_id)
@@ -168,12 +168,13 @@ def test_a_preemption_is_an_event_of_the_request_that_lost_its_blocks(operated: 
 
 
 def test_an_engine_that_dies_is_an_event_of_what_continued(operated: Operated) -> None:
-    body = {"model": MODEL, "prompt": "A", "max_tokens": 350, "ignore_eos": True, "stream": True}
+    body = {"model": MODEL, "prompt": "A", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    core = operated.server.core
     with operated.server.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
         trace_id = response.headers["traceresponse"].split("-")[1]
         lines = response.iter_lines()
         next(lines)
-        operated.server.core.kill()
+        core.kill()
         assert list(lines)[-2:] == ["data: [DONE]", ""]
     found = spans(operated, trace_id)
     events = [event.name for span in found.values() for event in span.events]
@@ -231,7 +232,7 @@ def test_a_router_sees_the_prefix_that_was_cached(operated: Operated) -> None:
 
 def test_routers_names_are_shown_and_the_load_comes_with_answers(operated: Operated) -> None:
     assert operated.server.metric(f'vllm:num_requests_waiting{{engine="0",model_name="{MODEL}"}}') == 0
-    assert operated.server.metric('vllm:cache_config_info{block_size="16",num_gpu_blocks="24"}') == 1
+    assert operated.server.metric('vllm:cache_config_info{block_size="16",num_gpu_blocks="64"}') == 1
     body = {"model": MODEL, "prompt": "A", "max_tokens": 2}
     response = operated.server.post("/v1/completions", body, **{"endpoint-load-metrics-format": "json"})
     load = json.loads(response.headers["endpoint-load-metrics"].removeprefix("JSON "))

@@ -66,7 +66,7 @@ def test_times_are_the_cores_and_not_those_at_which_the_caller_reads(engine: LLM
         read = time.monotonic()
         (result,) = engine.collect(ids)
         assert 0 < result["ttft"] < result["latency"]
-        if result["latency"] < read - begun:
+        if result["latency"] < read - begun - 0.1:
             return  # Otherwise the core may have had no processor until it was read.
     pytest.fail("latencies contain the time until they are read")
 
