@@ -174,7 +174,10 @@ def _walk(matcher: LLMatcher) -> str | None:
 
 
 def main() -> None:
-    """Answer checks from standard input until it ends. Messages are msgpack, each preceded by its length."""
+    """Announce the start by an empty message, then answer checks from standard input until it ends.
+
+    Messages are msgpack, each preceded by its length.
+    """
     confine(CHECK_MEMORY_BYTES)
     for each in (signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
@@ -191,14 +194,18 @@ def _serve() -> None:
         return
     vocabulary = msgspec.msgpack.decode(frame, type=Vocabulary, strict=False)
     tokenizer = _tokenizer(vocabulary)
+    _write(b"")
     while (frame := _read()) is not None:
         check = msgspec.msgpack.decode(frame, type=Check)
         signal.setitimer(signal.ITIMER_PROF, CHECK_CPU_SECONDS)
         verdict = checked(check, tokenizer, vocabulary)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        content = msgspec.msgpack.encode(verdict)
-        sys.stdout.buffer.write(struct.pack("!I", len(content)) + content)
-        sys.stdout.buffer.flush()
+        _write(msgspec.msgpack.encode(verdict))
+
+
+def _write(content: bytes) -> None:
+    sys.stdout.buffer.write(struct.pack("!I", len(content)) + content)
+    sys.stdout.buffer.flush()
 
 
 def _read() -> bytes | None:

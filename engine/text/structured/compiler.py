@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from queue import LifoQueue
 from typing import Any, TypeAlias
 
@@ -45,51 +46,38 @@ _ATTEMPTS = 2
 """Number of attempts for a grammar, because the process may end for another reason."""
 
 _ABANDONED_SECONDS = 1.0
-"""Time after which a check is ended if its request was cancelled, about what the next process takes to start: sooner,
+"""Time until a check ends once its request was cancelled, about what the next process takes to start: if it were less,
 a client that sends cheap grammars and disconnects would cost the others more than its checks do."""
 
 
 class CheckWatch:
-    """Kills the process of one check that has taken too long, which is sooner if its request was cancelled."""
+    """Kills the process of one check when the check has taken too long, or when `end` is called."""
 
     def __init__(self) -> None:
         self.is_abandoned = False
         """Whether the request that needs the result was cancelled."""
         self._lock = threading.Lock()
+        """Held for the time of a system call at most, so that the event loop may call `end`."""
         self._kill: Callable[[], object] | None = None
         """Kills the process; None while it does not compute this check."""
-        self._began = 0.0
-        self._timer: threading.Timer | None = None
 
-    def start(self, kill: Callable[[], object]) -> None:
-        """Begin to watch a process, which `kill` would end, until `stop`."""
+    @contextmanager
+    def limiting(self, kill: Callable[[], object]) -> Iterator[None]:
+        """Within the context, watch a process, which `kill` would end."""
+        timer = threading.Timer(_WALL_SECONDS, self.end)
+        timer.daemon = True
         with self._lock:
-            self._kill, self._began = kill, time.monotonic()
-            self._set_timer()
+            self._kill = kill
+        try:
+            timer.start()
+            yield
+        finally:
+            timer.cancel()
+            with self._lock:
+                self._kill = None
 
-    def stop(self) -> None:
-        """Let the process live: it has answered, or has ended."""
-        with self._lock:
-            self._kill = None
-            self._set_timer()
-
-    def abandon(self) -> None:
-        """Note that the request was cancelled. Does not block."""
-        with self._lock:
-            self.is_abandoned = True
-            self._set_timer()
-
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._kill is not None:
-            limit = _ABANDONED_SECONDS if self.is_abandoned else _WALL_SECONDS
-            self._timer = threading.Timer(max(self._began + limit - time.monotonic(), 0.0), self._end)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Kill the process if it computes the check."""
         with self._lock:
             if self._kill is not None:
                 self._kill()
@@ -105,6 +93,8 @@ class CheckProcess:
         """`special_tokens` are those that a grammar may name, by id."""
         self._vocabulary = _frame({"size": vocab_size, "special": dict(special_tokens)})
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_started = False
+        """Whether the process has announced that it takes checks."""
         self._closed = False
         self._lock = threading.Lock()
 
@@ -118,15 +108,16 @@ class CheckProcess:
                     break
                 process = self._running()
                 began = time.monotonic()
-                watch.start(process.kill)
-                try:
-                    answer = _exchange(process, frame)
-                finally:
-                    watch.stop()
-                if answer is not None:
-                    return _lark(answer)
+                reason = None
+                if self._starts(process):
+                    if watch.is_abandoned:
+                        break
+                    with watch.limiting(process.kill):
+                        answer = _exchange(process, frame)
+                    if answer is not None:
+                        return _lark(answer)
+                    reason = _VERDICTS.get(process.returncode)
                 self._end()
-                reason = _VERDICTS.get(process.returncode)
                 if reason is not None and not self._closed:
                     raise InvalidGrammar(reason)
                 if watch.is_abandoned and not self._closed:
@@ -165,8 +156,23 @@ class CheckProcess:
                 cwd="/",
                 process_group=0,
             )
+            self._has_started = False
             _write(self._process, self._vocabulary)
         return self._process
+
+    def _starts(self, process: subprocess.Popen[bytes]) -> bool:
+        """Wait until the process takes checks. Returns False if it ended.
+
+        It is not ended for an abandoned check meanwhile: clients that send cheap grammars and disconnect could keep it
+        from ever starting.
+        """
+        if not self._has_started:
+            assert process.stdout is not None
+            with CheckWatch().limiting(process.kill):
+                self._has_started = len(process.stdout.read(4)) == 4
+                if not self._has_started:
+                    process.wait()
+        return self._has_started
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -371,6 +377,7 @@ class GrammarChecks:
             try:
                 lark = await self._check(lambda: self._compiler.check(text, ebnf=ebnf, watch=watch))
             except asyncio.CancelledError:
-                watch.abandon()
+                watch.is_abandoned = True
+                asyncio.get_running_loop().call_later(_ABANDONED_SECONDS, watch.end)
                 raise
         return lark
