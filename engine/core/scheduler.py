@@ -347,9 +347,9 @@ class Scheduler:
                     del started[owner]
 
     def _add_short_prompts(self, step: StepBuilder, passed_over: Collection[str], blocked: Sequence | None) -> None:
-        """Add whole short prompts of the least served owner beyond the step's time, if it was served less than
-        the mean lately. In chunks of what other owners' decodes leave of a small model's step they would take many
-        steps.
+        """Add whole short prompts of the least served owner beyond the step's time, if it was served at most nine
+        tenths of the mean lately. In chunks of what other owners' decodes leave of a small model's step they would
+        take many steps.
         """
         if self.step_budget is None:
             return

@@ -319,7 +319,11 @@ class ChatCompletionRequest(SamplingFields):
     """Older name of `max_completion_tokens`, which takes precedence if both are set."""
 
     logprobs: bool = False
-    """Report the log probability of each token."""
+    """Report the log probability of each token.
+
+    An answer that is not streamed may have 4194304 of them, with those of alternatives, in all its choices; with more
+    it ends with a 400.
+    """
 
     top_logprobs: Logprobs | None = None
     """With `logprobs`: report this many of the most probable alternatives too."""

@@ -46,7 +46,10 @@ class CompletionRequest(SamplingFields):
     """Most tokens to generate; 0 only computes the prompt, for `echo` and its log probabilities."""
 
     logprobs: Logprobs | None = None
-    """Report the log probability of each token and of this many of the most probable alternatives."""
+    """Report the log probability of each token and of this many of the most probable alternatives.
+
+    An answer that is not streamed may have 4194304 of them in all its choices; with more it ends with a 400.
+    """
 
     echo: bool = False
     """Begin the text with the prompt; with `logprobs`, report those of the prompt too."""

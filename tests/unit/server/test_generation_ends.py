@@ -205,7 +205,7 @@ async def test_the_smaller_of_the_requests_and_the_servers_timeout_counts(server
 
 
 async def test_a_whole_answer_of_too_many_log_probabilities_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stay in memory until it is sent: 128 choices of 4000 tokens with 20 alternatives would take gigabytes."""
+    """They stay in memory until it is sent: 128 choices of 4000 tokens with 20 alternatives would take 0.7 GB."""
     monkeypatch.setattr(generation, "_MAX_ANSWER_LOGPROBS", 5)
     front = FrontEnd()
     response = asyncio.ensure_future(
