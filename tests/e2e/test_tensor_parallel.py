@@ -105,18 +105,22 @@ LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
 
 def test_requests_go_on_when_a_rank_is_killed(pair: LLMEngine, caplog: pytest.LogCaptureFixture) -> None:
     [expected] = pair.generate(["Hello"], LONG, use_tqdm=False)
-    core = psutil.Process(pair._core.pid)
-    [rank] = ranks_of(core)
-    assert rank.cmdline()[-1] == "kaon-worker-0.1"
-    ids = pair.add_request(["Hello"], LONG)
-    until_begun(pair)
-    rank.kill()
-    [result] = pair.collect(ids)
-    assert result["token_ids"] == expected["token_ids"]
-    until_replaced(pair, core.pid)
-    wait_gone([core.pid, rank.pid])
-    assert len(ranks_of(psutil.Process(pair._core.pid))) == 1
-    assert "tensor-parallel rank 1 was killed by SIGKILL; another is started; " in caplog.text
+    for _ in range(5):
+        core = psutil.Process(pair._core.pid)
+        [rank] = ranks_of(core)
+        assert rank.cmdline()[-1] == "kaon-worker-0.1"
+        ids = pair.add_request(["Hello"], LONG)
+        until_begun(pair)
+        rank.kill()
+        [result] = pair.collect(ids)
+        assert result["token_ids"] == expected["token_ids"]
+        until_replaced(pair, core.pid)
+        wait_gone([core.pid, rank.pid])
+        assert len(ranks_of(psutil.Process(pair._core.pid))) == 1
+        assert "tensor-parallel rank 1 was killed by SIGKILL; another is started; " in caplog.text
+        if "another is started; live requests: 1" in caplog.text:
+            return
+    pytest.fail("each request ended before the rank was killed")
 
 
 def test_requests_go_on_when_a_rank_is_stopped(
