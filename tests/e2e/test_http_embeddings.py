@@ -121,7 +121,7 @@ def test_many_texts_run_in_few_steps(embedder: KaonServer) -> None:
     data = embedder.post("/v1/embeddings", {"model": "model", "input": texts}).json()["data"]
     after = sum(embedder.metric(f'kaon_step_duration_seconds_count{{kind="{kind}"}}') for kind in ("prefill", "mixed"))
     assert len(data) == 64
-    assert after - before <= 2
+    assert after - before <= 8  # One, unless the steps of a busy machine end at their time's bound.
 
 
 def test_a_search_by_embeddings_uses_the_checkpoints_prompts(embedder: KaonServer) -> None:
