@@ -49,6 +49,8 @@ OF_CACHES = {
     "selective_scan_kernel",
 }
 """Kernels that read keys and values, latents or states of a prompt."""
+COMPUTED_BY_TORCH = "compressed"
+"""The family whose attention torch computes on a GPU: DeepSeek-V4."""
 
 
 def test_the_interpreter_refuses_types_of_which_the_compiler_has_no_exponential() -> None:
@@ -200,7 +202,9 @@ def test_no_variant_launches_what_its_start_did_not_compare(
     variants = families()[family]
     if arch == "sm_90":
         variants = list({each.architecture: each for each in reversed(variants)}.values())
-    assert launched(arch, dtype, made(variants, tmp_path)) & OF_CACHES
+    found = launched(arch, dtype, made(variants, tmp_path))
+    assert "draw_kernel" in found
+    assert found & OF_CACHES or family == COMPUTED_BY_TORCH
 
 
 @ALL
