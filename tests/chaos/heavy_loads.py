@@ -342,5 +342,7 @@ class FairShare(NamedTuple):
 
 if __name__ == "__main__":
     os.nice(19)
+    # A shell starts a command in the background with SIGINT ignored, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_send(sys.argv[1], sys.argv[2], sys.argv[3].split(","), sys.argv[4:]))
