@@ -149,18 +149,15 @@ class Accounts:
                 self._dropped[tally.label][name] += count
 
 
-_RESERVE_PARTS = 2
-"""Divisor of a queue's bound: a reserve of bound / 2 beyond the bound is shared equally by the owners in the queue."""
-
-
 def has_room(own: int, amount: int, total: int, bound: float, num_owners: int, *, least: int) -> bool:
     """Whether a bounded queue accepts `amount` more from an owner that already has `own` of the `total` in it.
 
     Up to the bound, every owner is admitted. Beyond it, an owner that shares the queue with others is admitted up to
-    its part of the reserve, or up to `least`: an owner that fills the queue does not block the others. `num_owners`
-    counts the owners with something in the queue, and the requesting owner. The queue holds at most its bound, a
-    reserve that grows with the logarithm of the number of owners, and `least` for each owner.
+    its equal part of the bound, or up to `least`: owners that fill the queue take no other owner's part. `num_owners`
+    counts the owners with something in the queue, and the requesting owner. Of the owners in the queue, the k-th that
+    was last admitted beyond the bound has at most bound / k, or `least`. So the queue of n owners holds at most
+    bound * (1 + 1/2 + ... + 1/n), and `least` for each owner.
     """
     if total + amount <= bound:
         return True
-    return num_owners > 1 and own + amount <= max(bound // (_RESERVE_PARTS * num_owners), least)
+    return num_owners > 1 and own + amount <= max(bound // num_owners, least)

@@ -1,5 +1,6 @@
 """The bounded queue: which requests are admitted, which must retry and when; no request is counted twice."""
 
+import itertools
 import math
 import re
 
@@ -250,21 +251,34 @@ def test_whoever_fills_the_queue_is_refused_first_and_another_owner_is_not() -> 
     error = door.refused(100, owner="heavy")
     assert "8 requests are waiting" in str(error)
     assert "of this key" not in str(error)
-    door.enter(10, owner="light")
-    door.enter(10, owner="light")
+    for _ in range(4):
+        door.enter(10, owner="light")
     error = door.refused(100, owner="heavy")
     assert "8 of them are of this key or address, of 2 that share the queue" in str(error)
     assert door.refused(10, owner="light").type == "requests"
-    assert door.admission.num_queued == 10
+    assert door.admission.num_queued == 12
 
 
-def test_the_reserve_is_shared_by_tokens_too() -> None:
+def test_eight_streams_of_a_light_key_are_admitted_at_once_after_ten_heavy_keys_filled_the_queue() -> None:
+    door = Door(sequences=128, tokens=64_000)
+    for number in itertools.cycle(range(10)):
+        try:
+            door.enter(500, owner=f"heavy{number}")
+        except Overloaded:
+            break
+    for _ in range(8):
+        door.admission.precheck(Owner("light"), 1)
+    for _ in range(8):
+        door.enter(500, owner="light")
+
+
+def test_an_equal_part_is_one_of_tokens_too() -> None:
     door = Door(tokens=4000)
     door.enter(4000, owner="heavy")
     assert door.refused(1, owner="heavy").type == "tokens"
-    door.enter(1000, owner="light")
+    door.enter(2000, owner="light")
     assert door.refused(100, owner="light").type == "tokens"
-    door.enter(10, owner="third")
+    door.enter(1333, owner="third")
 
 
 def test_a_light_owner_is_always_admitted_while_ten_heavy_ones_take_all_they_get() -> None:
@@ -288,7 +302,7 @@ def test_a_light_owner_is_always_admitted_while_ten_heavy_ones_take_all_they_get
         for id in queue[:2]:
             door.admission.first_output(id)
         del queue[:2]
-    assert longest <= 2 * 32 + 2
+    assert longest <= 32 * sum(1 / number for number in range(1, 12))
     assert door.count('rejected_total{reason="queue_requests"}') >= 1000
 
 

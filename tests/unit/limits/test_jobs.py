@@ -278,19 +278,19 @@ async def test_the_error_of_work_is_its_callers_and_frees_the_thread() -> None:
     pool.close()
 
 
-def test_a_shared_queue_has_a_reserve_for_those_that_hold_little() -> None:
+def test_an_owner_gets_its_equal_part_of_a_queue_that_others_fill() -> None:
     def room(own: int, total: int, owners: int, amount: int = 1) -> bool:
         return has_room(own, amount, total, 100, owners, least=2)
 
     assert room(99, 99, 1)
     assert not room(100, 100, 1)
     assert room(0, 100, 2)
-    assert room(24, 124, 2)
-    assert not room(25, 125, 2)
-    assert not room(100, 125, 2)
-    assert room(1, 500, 50)
-    assert not room(2, 500, 50)
-    assert not room(0, 100, 2, amount=26)
+    assert room(49, 149, 2)
+    assert not room(50, 150, 2)
+    assert not room(100, 150, 2)
+    assert room(1, 500, 100)
+    assert not room(2, 500, 100)
+    assert not room(0, 100, 2, amount=51)
 
 
 async def test_on_two_cores_prompts_of_many_messages_are_rendered_one_at_a_time(
