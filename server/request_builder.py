@@ -21,6 +21,7 @@ from starlette.responses import Response
 from engine.config.server import ServerConfig
 from engine.sampling_params import SamplingParams
 from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, InvalidRequest, NewSequence
+from engine.text.process_watch import ProcessWatch
 from engine.text.structured.compiler import GrammarChecks
 from engine.text.structured.spec import CheckUnavailable, GrammarKind, GrammarSpec, InvalidGrammar
 from server.access_log import facts_of
@@ -327,7 +328,7 @@ async def prepare_chat(
     prompt, tail = await in_thread(
         jobs,
         request.chat_template,
-        lambda: _check_chat(request, model, frontend),
+        lambda watch: _check_chat(request, model, frontend, watch),
         is_large=num_parts > MANY_PARTS,
     )
     grammar = await _grammar_with_tools(use, grammar, tail, model.answer_format, grammars)
@@ -350,21 +351,34 @@ async def prepare_chat(
 
 
 async def in_thread(
-    jobs: OwnerJobs, template: str | None, work: Callable[[], Result], *, is_large: bool = False
+    jobs: OwnerJobs, template: str | None, work: Callable[[ProcessWatch], Result], *, is_large: bool = False
 ) -> Result:
-    """Run `work` on a chat in a thread. `template` is the chat template in the request, if any; `is_large` as in
-    `OwnerJobs.text`."""
-    return await (jobs.text(work, is_large=is_large) if template is None else jobs.template(work))
+    """Run `work`, which renders a chat, in a thread. `template` is the chat template in the request, if any;
+    `is_large` as in `OwnerJobs.text`.
+
+    If the caller is cancelled, the process that renders the request's template ends: other clients may need its slot.
+    """
+    watch = ProcessWatch()
+    if template is None:
+        return await jobs.text(lambda: work(watch), is_large=is_large)
+    try:
+        return await jobs.template(lambda: work(watch))
+    except asyncio.CancelledError:
+        watch.is_abandoned = True
+        watch.end()
+        raise
 
 
-def _check_chat(request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend) -> tuple[CheckedPrompt, str]:
+def _check_chat(
+    request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend, watch: ProcessWatch
+) -> tuple[CheckedPrompt, str]:
     """Return the tokenised prompt, and the last characters of its text."""
     processor = model.processor
     try:
         if request.truncate_prompt_tokens is None:
             # Stored items that the request refers to may be much longer than the largest body.
             processor.check_length(sum(len(message.text or "") for message in request.messages))
-        text = render_prompt(request, model, frontend)
+        text = render_prompt(request, model, frontend, watch)
         max_tokens = request.token_limit or processor.defaults.max_new_tokens or INT31
         params = sampling_params(request, max_tokens, request.alternatives, request.prompt_logprobs, processor)
         kept = num_kept_tokens(request, request.token_limit or 1, processor)
@@ -375,8 +389,12 @@ def _check_chat(request: ChatCompletionRequest, model: LoadedModel, frontend: Fr
     return prompt, text[-_TAIL_CHARACTERS:]
 
 
-def render_prompt(request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend) -> str:
-    """Render the text of the prompt; call it in a thread. Raises `InvalidRequest` and `BadRequest`."""
+def render_prompt(
+    request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend, watch: ProcessWatch | None = None
+) -> str:
+    """Render the text of the prompt; call it in a thread. Raises `InvalidRequest` and `BadRequest`.
+
+    `watch` ends the process that renders a template of the request."""
     tools = [tool.for_template() for tool in request.tools] if request.tool_choice != "none" else []
     messages = _with_tool_names([message.for_template() for message in request.messages])
     begin_turn = request.add_generation_prompt and not request.continue_final_message
@@ -385,7 +403,7 @@ def render_prompt(request: ChatCompletionRequest, model: LoadedModel, frontend: 
     if request.chat_template is None:
         text = processor.render_chat(messages, tools or None, begin_turn, **variables)
     elif frontend.config.server_config.trust_request_chat_template:
-        text = processor.render_chat_with(request.chat_template, messages, tools or None, begin_turn, variables)
+        text = processor.render_chat_with(request.chat_template, messages, tools or None, begin_turn, variables, watch)
     else:
         raise BadRequest(
             "chat_template is set, but this server takes no templates from requests; leave it out, or start it "

@@ -15,6 +15,7 @@ from engine.messages import AddRequest, ModelInfo
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate
 from engine.text.checkpoint_settings import GenerationDefaults
+from engine.text.process_watch import ProcessWatch
 from engine.text.request_state import RequestResult, RequestState
 from engine.text.template_sandbox import render_untrusted
 from engine.text.tokenizer import Tokenizer
@@ -326,11 +327,14 @@ class InputOutputProcessor:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
+        watch: ProcessWatch | None = None,
     ) -> str:
-        """Render the text of a chat with the request's template, in a sandbox. Raises `InvalidRequest`."""
+        """Render the text of a chat with the request's template, in a sandbox. Raises `InvalidRequest`.
+
+        `watch` as in `render_untrusted`."""
         special_tokens = self.tokenizer.special_tokens
         try:
-            return render_untrusted(template, special_tokens, messages, tools, add_generation_prompt, variables)
+            return render_untrusted(template, special_tokens, messages, tools, add_generation_prompt, variables, watch)
         except ValueError as error:
             raise InvalidRequest(str(error), "chat_template") from error
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from engine.text.chat_template import ChatTemplate
+from engine.text.process_watch import ProcessWatch
 from engine.text.sandbox import confine, forbid_processes, sandbox_environment
 from models.errors import CheckpointError
 
@@ -97,9 +98,13 @@ def render_untrusted(
     tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
+    watch: ProcessWatch | None = None,
 ) -> str:
     """Render the text of the prompt. Blocks for about 0.1 s, at most for `_WALL_SECONDS`. Raises `ValueError` with a
-    sentence."""
+    sentence.
+
+    `watch` ends the process if the caller abandons it: at once, since no other request needs this process.
+    """
     job = {
         "template": template,
         "special_tokens": dict(special_tokens),
@@ -108,21 +113,33 @@ def render_untrusted(
         "add_generation_prompt": add_generation_prompt,
         "variables": variables,
     }
+    watch = watch or ProcessWatch()
     with _AT_A_TIME:
-        try:
-            done = subprocess.run(
+        if watch.is_abandoned:
+            raise ValueError(_ABANDONED)
+        began = time.monotonic()
+        with (
+            subprocess.Popen(
                 [sys.executable, "-P", "-m", "engine.text.template_sandbox"],
-                input=_encoded(job),
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=sandbox_environment(),
                 cwd="/",
-                timeout=_WALL_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ValueError(f"{TITLE} was not rendered within {_WALL_SECONDS:g} s") from error
-    answer = done.stdout.decode("utf-8", "surrogatepass")
+            ) as process,
+            watch.limiting(process.kill, _WALL_SECONDS),
+        ):
+            if watch.is_abandoned:  # Since before `limiting`, so that `end` had no effect.
+                process.kill()
+            output = process.communicate(_encoded(job))[0]
+    if watch.is_abandoned:
+        raise ValueError(_ABANDONED)
+    answer = output.decode("utf-8", "surrogatepass")
     if answer.startswith("+"):
         return answer[1:]
+    if not answer and time.monotonic() - began >= _WALL_SECONDS:
+        raise ValueError(f"{TITLE} was not rendered within {_WALL_SECONDS:g} s")
     raise ValueError(answer[1:] or f"{TITLE} took more than {CPU_SECONDS:g} s, or more memory than it may use")
+
+
+_ABANDONED = f"the request was cancelled before {TITLE} was rendered"

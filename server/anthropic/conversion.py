@@ -21,7 +21,6 @@ from server.request_builder import (
     MANY_PARTS,
     PreparedChat,
     check_request_limits,
-    in_thread,
     prepare_chat,
     render_prompt,
 )
@@ -94,7 +93,7 @@ async def prepare(
     Raises `BadRequest`.
     """
     convert = partial(to_chat, request, frontend, open_seal)
-    chat, paths = await in_thread(frontend.jobs.of(owner), None, convert, is_large=_is_large(request))
+    chat, paths = await frontend.jobs.of(owner).text(convert, is_large=_is_large(request))
     try:
         check_request_limits(chat, frontend, least_stop_strings=MAX_STOP_SEQUENCES)
         return chat, await prepare_chat(chat, frontend, owner)
@@ -115,7 +114,7 @@ async def count_tokens(request: CountTokensRequest, frontend: Frontend, owner: O
             renamed.__cause__ = error
             raise _renamed(renamed, paths) from error
 
-    return await in_thread(frontend.jobs.of(owner), None, count, is_large=_is_large(request))
+    return await frontend.jobs.of(owner).text(count, is_large=_is_large(request))
 
 
 def _is_large(request: CountTokensRequest) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from engine.text.io_processor import InvalidRequest
+from engine.text.process_watch import ProcessWatch
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.error_answers import refusal
 from server.frontend import Frontend, owner_of
@@ -33,7 +34,8 @@ async def tokenize(http: Request) -> Response:
         while_connected(http.receive),
         models.use(request.model, owner_of(http.scope)) as frontend,
     ):
-        return as_json(await in_thread(_jobs(http), request.chat_template, lambda: _tokenize(request, frontend)))
+        template = request.chat_template
+        return as_json(await in_thread(_jobs(http), template, lambda watch: _tokenize(request, frontend, watch)))
 
 
 @endpoints.post("/detokenize", DetokenizeAnswer, request=DetokenizeRequest, example={"tokens": [1, 2, 3]})
@@ -51,11 +53,11 @@ def _jobs(http: Request) -> OwnerJobs:
     return Models.of(http.app).shared.jobs.of(owner_of(http.scope))
 
 
-def _tokenize(request: TokenizeRequest, frontend: Frontend) -> TokenizeAnswer:
+def _tokenize(request: TokenizeRequest, frontend: Frontend, watch: ProcessWatch) -> TokenizeAnswer:
     model = frontend.loaded
     processor = model.processor
     is_chat = request.messages is not None
-    text = render_prompt(_as_chat(request, frontend), model, frontend) if is_chat else request.prompt or ""
+    text = render_prompt(_as_chat(request, frontend), model, frontend, watch) if is_chat else request.prompt or ""
     special = not is_chat if request.add_special_tokens is None else request.add_special_tokens
     try:
         tokens = processor.tokenize(text, special)

@@ -12,13 +12,13 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from queue import LifoQueue
 from typing import Any, TypeAlias
 
 import msgspec
 
+from engine.text.process_watch import ProcessWatch
 from engine.text.sandbox import sandbox_environment
 from engine.text.structured.spec import HALF_SURROGATE, CheckUnavailable, GrammarSpec, InvalidGrammar, lark_of
 
@@ -50,39 +50,6 @@ _ABANDONED_SECONDS = 1.0
 a client that sends cheap grammars and disconnects would cost the others more than its checks do."""
 
 
-class CheckWatch:
-    """Kills the process of one check when the check has taken too long, or when `end` is called."""
-
-    def __init__(self) -> None:
-        self.is_abandoned = False
-        """Whether the request that needs the result was cancelled."""
-        self._lock = threading.Lock()
-        """Held for the time of a system call at most, so that the event loop may call `end`."""
-        self._kill: Callable[[], object] | None = None
-        """Kills the process; None while it does not compute this check."""
-
-    @contextmanager
-    def limiting(self, kill: Callable[[], object]) -> Iterator[None]:
-        """Within the context, watch a process, which `kill` would end."""
-        timer = threading.Timer(_WALL_SECONDS, self.end)
-        timer.daemon = True
-        with self._lock:
-            self._kill = kill
-        try:
-            timer.start()
-            yield
-        finally:
-            timer.cancel()
-            with self._lock:
-                self._kill = None
-
-    def end(self) -> None:
-        """Kill the process if it computes the check."""
-        with self._lock:
-            if self._kill is not None:
-                self._kill()
-
-
 class CheckProcess:
     """The checking process. It starts at the first check, and again after a grammar has ended it.
 
@@ -98,10 +65,10 @@ class CheckProcess:
         self._closed = False
         self._lock = threading.Lock()
 
-    def check(self, text: str, *, ebnf: bool, watch: CheckWatch | None = None) -> str:
+    def check(self, text: str, *, ebnf: bool, watch: ProcessWatch | None = None) -> str:
         """Check a grammar and return the Lark text to use. Blocks. Raises `InvalidGrammar` and `CheckUnavailable`."""
         frame = _frame({"text": text, "ebnf": ebnf})
-        watch = watch or CheckWatch()
+        watch = watch or ProcessWatch()
         with self._lock:
             for _ in range(_ATTEMPTS):
                 if watch.is_abandoned:
@@ -112,7 +79,7 @@ class CheckProcess:
                 if self._starts(process):
                     if watch.is_abandoned:
                         break
-                    with watch.limiting(process.kill):
+                    with watch.limiting(process.kill, _WALL_SECONDS):
                         answer = _exchange(process, frame)
                     if answer is not None:
                         return _lark(answer)
@@ -168,7 +135,7 @@ class CheckProcess:
         """
         if not self._has_started:
             assert process.stdout is not None
-            with CheckWatch().limiting(process.kill):
+            with ProcessWatch().limiting(process.kill, _WALL_SECONDS):
                 self._has_started = len(process.stdout.read(4)) == 4
                 if not self._has_started:
                     process.wait()
@@ -263,7 +230,7 @@ class GrammarCompiler:
             self._check_size(len(spec.value))
         return lark_of(spec)
 
-    def check(self, text: str, *, ebnf: bool = False, watch: CheckWatch | None = None) -> str:
+    def check(self, text: str, *, ebnf: bool = False, watch: ProcessWatch | None = None) -> str:
         """As `compile`, for Lark that the server wrote around a request's schemas, or several in a JSON object.
 
         With `ebnf`, `text` is a user's, and may be GBNF. `watch` ends the check if the caller abandons it.
@@ -309,7 +276,7 @@ class GrammarCompiler:
             return verdict
 
     def _verdict(
-        self, process: CheckProcess, key: bytes, text: str, ebnf: bool, watch: CheckWatch | None
+        self, process: CheckProcess, key: bytes, text: str, ebnf: bool, watch: ProcessWatch | None
     ) -> str | InvalidGrammar:
         """Return the result from the cache, where another request may have just added it, or else from a new check."""
         verdict = self._known(key)
@@ -373,7 +340,7 @@ class GrammarChecks:
         process."""
         lark: str | None = self._compiler.known(text, ebnf=ebnf)
         if lark is None:
-            watch = CheckWatch()
+            watch = ProcessWatch()
             try:
                 lark = await self._check(lambda: self._compiler.check(text, ebnf=ebnf, watch=watch))
             except asyncio.CancelledError:

@@ -1,13 +1,21 @@
 """A request's chat template can neither exhaust the server's time and memory nor leave its sandbox."""
 
+import asyncio
 import math
 import subprocess
+import threading
 from typing import Any
 
+import psutil
 import pytest
 
 from engine.text import template_sandbox
+from engine.text.process_watch import ProcessWatch
 from engine.text.template_sandbox import render_untrusted
+from server.limits.accounts import Accounts
+from server.limits.jobs import Jobs
+from server.limits.owners import ANYONE
+from server.request_builder import in_thread
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -85,13 +93,68 @@ def test_what_it_may_not_do_is_reported_in_a_sentence(template: str, said: str) 
 def test_it_learns_nothing_of_the_servers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAON_API_KEY", "sk-secret")
     given: list[dict[str, str]] = []
-    run = subprocess.run
 
-    def noted(*arguments: Any, env: dict[str, str], **named: Any) -> subprocess.CompletedProcess[bytes]:
-        given.append(env)
-        return run(*arguments, env=env, **named)
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, env: dict[str, str], **named: Any) -> None:
+            given.append(env)
+            super().__init__(*arguments, env=env, **named)
 
-    monkeypatch.setattr(subprocess, "run", noted)
+    monkeypatch.setattr(subprocess, "Popen", Noted)
     assert render("{{ 6 * 7 }}") == "42"
     [environment] = given
     assert "sk-secret" not in environment.values()
+
+
+async def test_one_whose_client_has_gone_ends_at_once_and_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it would hold one of the two slots for ten seconds."""
+    processes: list[psutil.Process] = []
+    is_started = threading.Event()
+    communicate = subprocess.Popen.communicate
+
+    def suspend(process: "subprocess.Popen[bytes]", job: bytes) -> tuple[bytes, bytes]:
+        processes.append(psutil.Process(process.pid))
+        processes[-1].suspend()  # As a machine that gives it no time.
+        is_started.set()
+        return communicate(process, job)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", suspend)
+    accounts = Accounts()
+    jobs = Jobs(accounts).of(ANYONE)
+
+    def work(watch: ProcessWatch) -> str:
+        return render_untrusted("a", {}, HELLO, None, True, {}, watch)
+
+    try:
+        abandoned = asyncio.create_task(in_thread(jobs, "a", work))
+        await asyncio.to_thread(is_started.wait)
+        assert accounts.total("jobs") == 1
+        abandoned.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await abandoned
+        async with asyncio.timeout(30):
+            while accounts.total("jobs"):
+                await asyncio.sleep(0.01)
+        assert [each.is_running() for each in processes] == [False]
+    finally:
+        jobs.pools.close()
+
+
+def test_one_that_is_abandoned_before_it_begins_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = ProcessWatch()
+    watch.is_abandoned = True
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    with pytest.raises(ValueError, match="was cancelled"):
+        render_untrusted("a", {}, HELLO, None, True, {}, watch)
+
+
+def test_one_for_which_the_machine_is_too_busy_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    communicate = subprocess.Popen.communicate
+
+    def suspend(process: "subprocess.Popen[bytes]", job: bytes) -> tuple[bytes, bytes]:
+        psutil.Process(process.pid).suspend()
+        return communicate(process, job)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", suspend)
+    monkeypatch.setattr(template_sandbox, "_WALL_SECONDS", 0.05)
+    with pytest.raises(ValueError, match="was not rendered within"):
+        render("a")
