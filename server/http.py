@@ -9,6 +9,7 @@ side.
 import asyncio
 import logging
 import math
+import re
 import socket
 import sys
 import time
@@ -20,12 +21,13 @@ from typing import Any, NoReturn
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from sse_starlette.sse import AppStatus
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config
+from engine.config.server import ServerConfig
 from engine.config.settings import ModelList
 from engine.full_collections import FullCollections
 from server.access_log import HEADER, new_request_id
@@ -74,6 +76,12 @@ takes 0.67 of a core. Large bodies are read without pauses, so that their client
 
 _MAX_TINY_PIECES, _TINY_BYTES = 4096, 16
 """A body in more pieces than this must have this many bytes per piece on average: each piece costs a microsecond."""
+
+_HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[\w.~!$&'()*+;=%-]*)(:[0-9]*)?", re.ASCII)
+"""A host and port (RFC 3986, section 3.2). Commas, which it allows, come from several headers that were joined."""
+
+_ABSOLUTE = re.compile(rb"https?://([^/?#]+)(.*)", re.IGNORECASE)
+"""The absolute form of a request's target, with its host and path."""
 
 _TINY = f"the request's body comes in chunks of less than {_TINY_BYTES} bytes on average; send larger ones"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -498,9 +506,7 @@ class HttpProtocol(HttpToolsProtocol):
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if any(coding != b"chunked" for coding in codings):
             self._stop(BadRequest("the request has a Transfer-Encoding other than chunked; send chunked alone"))
-        if [name for name, _ in self.headers].count(b"host") > 1:
-            # A proxy may have checked another one than this server would (RFC 9112, section 3.2).
-            self._stop(BadRequest("the request has several Host headers; send one"))
+        self._check_target()
         if codings and self.parser.get_http_version() == "1.0":
             # A proxy of HTTP/1.0 would not know where the body ends (RFC 9112, section 6.1).
             self._stop(BadRequest("the request is HTTP/1.0 with a Transfer-Encoding; send it as HTTP/1.1"))
@@ -519,6 +525,26 @@ class HttpProtocol(HttpToolsProtocol):
             lengths = [value for name, value in self.headers if name == b"content-length" and int(value)]
             framing = [b"Content-Length: " + length for length in lengths]
             self._framing = b"Transfer-Encoding: chunked" if codings else next(iter(framing), None)
+
+    def _check_target(self) -> None:
+        """Check the request's target and `Host` (RFC 9112, section 3.2). The host of an absolute target replaces
+        `Host`, and its path the target."""
+        hosts = [index for index, (name, _) in enumerate(self.headers) if name == b"host"]
+        if len(hosts) > 1:
+            # A proxy may have checked another one than this server would.
+            self._stop(BadRequest("the request has several Host headers; send one"))
+        if not hosts and self.parser.get_http_version() > "1.0":
+            self._stop(BadRequest("the request has no Host header; send one"))
+        host = self.headers[hosts[0]][1].strip() if hosts else b""
+        if (absolute := _ABSOLUTE.fullmatch(self.url)) is not None:
+            host, path = absolute.groups()
+            self.url = path if path.startswith(b"/") else b"/" + path
+            if hosts:
+                self.headers[hosts[0]] = (b"host", host)
+        elif not self.url.startswith(b"/"):
+            self._stop(BadRequest("the request's target is no path; send one that begins with /"))
+        if _HOST.fullmatch(host) is None:
+            self._stop(BadRequest("the request's host is no name or address with an optional port; check Host"))
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -638,7 +664,14 @@ def serve(
     served = Models.of(app)
     # The front end ends streams with an event that gives the reason; sse-starlette would cancel them.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
-    settings = uvicorn.Config(
+    settings = uvicorn_settings(app, config.server_config)
+    _Server(settings, served, app.state.batches, listener, keys, tls, manager, signals).run()
+    return served.why_ended
+
+
+def uvicorn_settings(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
+    """Return uvicorn's settings. None of them is left to an environment variable."""
+    return uvicorn.Config(
         app,
         loop="uvloop",
         http=HttpProtocol,
@@ -647,11 +680,12 @@ def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=config.server_config.keep_alive_timeout,  # type: ignore[arg-type]  # a float will do
+        workers=1,
+        timeout_keep_alive=config.keep_alive_timeout,  # type: ignore[arg-type]  # a float will do
         timeout_graceful_shutdown=2 * _SHUTDOWN_SECONDS,
+        # uvicorn's default is the environment's FORWARDED_ALLOW_IPS, which may be *.
+        forwarded_allow_ips=list(config.trusted_proxies),
     )
-    _Server(settings, served, app.state.batches, listener, keys, tls, manager, signals).run()
-    return served.why_ended
 
 
 class _Server(uvicorn.Server):

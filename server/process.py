@@ -241,7 +241,7 @@ def _listen(config: ServerConfig, is_keyless: bool) -> socket.socket:
 
 def is_loopback(address: str) -> bool:
     """Return whether only this machine reaches the IP address: 127.0.0.0/8, its form mapped to IPv6, and ::1."""
-    ip = address_of(address.partition("%")[0])
+    ip = address_of(address)
     return ip is not None and ip.is_loopback
 
 

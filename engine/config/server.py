@@ -155,7 +155,8 @@ class ServerConfig(Section):
     """Most of them from one address, or from one /64 network of IPv6; default: half of all."""
 
     trusted_proxies: tuple[Annotated[str, Field(min_length=1)], ...] = ("127.0.0.0/8", "::1/128")
-    """Networks whose addresses may have any number of connections: this machine, and proxies of many clients."""
+    """Networks whose addresses may have any number of connections, and name their client in `X-Forwarded-For`: this
+    machine, and proxies of many clients."""
 
     request_head_timeout: Annotated[float, Field(gt=0.0)] = 10.0
     """Seconds in which a request's line and headers must arrive, from the connection's start or their first byte."""

@@ -152,7 +152,7 @@ class ConnectionLimits(NamedTuple):
 
     def is_proxy(self, host: str | None) -> bool:
         """Whether an address may have any number of connections."""
-        address = address_of((host or "").partition("%")[0])
+        address = address_of(host or "")
         if address is None:
             return host is None
         return any(address in network for network in self.proxies)

@@ -30,13 +30,17 @@ NO_QUOTAS = Quotas()
 
 
 def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the IP address that a text is, as IPv4 if it is one mapped to IPv6; None if it is none."""
+    """Return the IP address that a text is, as IPv4 if it is one mapped to IPv6; None if it is none.
+
+    The zone of an IPv6 address (`fe80::1%eth0`) is ignored: it names an interface of this machine.
+    """
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
         return None
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return mapped or address
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    return address.ipv4_mapped or ipaddress.IPv6Address(int(address))
 
 
 class Owner(NamedTuple):
@@ -69,7 +73,7 @@ class Owner(NamedTuple):
         one party."""
         if host is None:
             return cls()
-        address = address_of(host.partition("%")[0])
+        address = address_of(host)
         if address is None:
             return cls(host[:_MAX_HOST])
         if isinstance(address, ipaddress.IPv6Address):

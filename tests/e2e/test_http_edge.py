@@ -107,7 +107,9 @@ def test_a_client_that_shuts_down_its_sending_side_is_answered(edge: Edge, path:
 def test_a_whole_answer_for_a_client_that_has_gone_is_not_computed(edge: Edge) -> None:
     content = json.dumps({**COMPLETION, "max_tokens": 3000, "n": 4}).encode()
     gone = edge.metric('kaon_connections_closed_total{reason="gone"}')
-    edge.connect(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(content) + content).close()
+    edge.connect(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+    ).close()
     eventually(lambda: edge.metric('kaon_connections_closed_total{reason="gone"}') == gone + 1)
     eventually(lambda: edge.metric("kaon_requests_live") == 0)
 

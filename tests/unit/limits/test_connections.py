@@ -11,6 +11,7 @@ import pytest
 
 from engine.config.server import ServerConfig
 from server.errors import ApiError, Overloaded
+from server.http import uvicorn_settings
 from server.limits.accounts import RESOURCES, Accounts
 from server.limits.admission import KeyShares
 from server.limits.connections import (
@@ -224,6 +225,36 @@ def test_proxies_may_use_all_connections(host: str | None) -> None:
     peers = [edge.connect(host) for _ in range(8)]
     assert not any(peer.is_aborted for peer in peers)
     assert sum(peer.request() is None for peer in peers) == edge.table.limits.serving == 6
+
+
+@pytest.mark.parametrize(
+    ("proxies", "host", "client"),
+    [
+        ((), "127.0.0.1", "127.0.0.1"),
+        (("10.0.0.0/8",), "127.0.0.1", "127.0.0.1"),
+        (("10.0.0.0/8",), "192.0.2.1", "192.0.2.1"),
+        (("10.0.0.0/8",), "10.1.2.3", "198.51.100.7"),
+        (("10.0.0.0/8", "198.51.100.0/24"), "10.1.2.3", "203.0.113.9"),
+        (ServerConfig().trusted_proxies, "::1", "198.51.100.7"),
+    ],
+)
+async def test_only_trusted_proxies_name_their_client_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, proxies: tuple[str, ...], host: str, client: str
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    seen: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["client"][0])
+
+    settings = uvicorn_settings(application, ServerConfig(trusted_proxies=proxies))
+    settings.load()
+    headers = [
+        (b"x-forwarded-for", b"203.0.113.9, 198.51.100.7, 10.9.9.9"[: None if "10.0.0.0/8" in proxies else -10])
+    ]
+    scope: Any = {"type": "http", "scheme": "http", "client": (host, 1), "headers": headers}
+    await settings.loaded_app(scope, None, None)
+    assert seen == [client]
 
 
 def test_a_connection_that_serves_a_request_is_never_closed_for_others(edge: Edge) -> None:

@@ -53,10 +53,12 @@ class Application:
         self.paths: list[str] = []
         self.headers: list[list[bytes]] = []
         """Names of the headers of each request, as they were when it had been answered."""
+        self.hosts: list[bytes] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_requests += 1
         self.paths.append(scope["path"])
+        self.hosts.append(dict(scope["headers"]).get(b"host", b""))
         if (b"authorization", b"Bearer a.valid.token") in scope["headers"] and scope["state"]["serve"]() is not None:
             await send({"type": "http.response.start", "status": 503, "headers": []})
             await send({"type": "http.response.body"})
@@ -225,7 +227,7 @@ async def test_one_that_half_closes_after_pipelined_requests_gets_all_answers() 
 @run
 async def test_one_that_half_closes_within_its_request_is_closed() -> None:
     async with serving() as edge:
-        for part in (b"", b"GET /x HT", b"POST /x HTTP/1.1\r\nContent-Length: 5\r\n\r\n123"):
+        for part in (b"", b"GET /x HT", b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n123"):
             client = await edge.connect(part)
             client.half_close()
             assert await client.all() == b""
@@ -527,7 +529,7 @@ async def test_a_probe_on_a_new_connection_takes_no_turn() -> None:
 @run
 async def test_a_body_in_very_many_tiny_chunks_is_refused() -> None:
     async with serving() as edge:
-        head = b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         client = await edge.connect(head + b"1\r\nx\r\n" * 200_000)
         answer = await client.all()
         assert answer.startswith(b"HTTP/1.1 400 ")
@@ -570,7 +572,9 @@ async def test_a_body_in_some_tiny_chunks_is_read_whole() -> None:
     """Codings are named in any case, and spaces after one are no part of it (RFC 9110, section 5.5)."""
     async with serving() as edge:
         chunks = b"1\r\nx\r\n" * 4000
-        client = await edge.connect(b"POST /x HTTP/1.1\r\nTransfer-Encoding: Chunked \r\n\r\n" + chunks + b"0\r\n\r\n")
+        client = await edge.connect(
+            b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: Chunked \r\n\r\n" + chunks + b"0\r\n\r\n"
+        )
         assert (await client.until(b"0\r\n\r\n")).endswith(b"4\r\n4000\r\n0\r\n\r\n")
         client.writer.write(GET)
         assert (await client.until(b"0\r\n\r\n")).endswith(b"1\r\n0\r\n0\r\n\r\n")
@@ -580,11 +584,11 @@ async def test_a_body_in_some_tiny_chunks_is_read_whole() -> None:
 async def test_heads_that_are_too_large_or_have_too_many_headers_are_refused() -> None:
     async with serving() as edge:
         for headers in (b"a: b\r\n" * 257, b"a: " + b"b" * 2 * MAX_HEAD_BYTES + b"\r\n"):
-            client = await edge.connect(b"GET /x HTTP/1.1\r\n" + headers + b"\r\n")
+            client = await edge.connect(b"GET /x HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n")
             answer = await client.all()
             assert answer.startswith(b"HTTP/1.1 431 ")
             assert b'"code":"request_too_large"' in answer
-        client = await edge.connect(b"GET /x HTTP/1.1\r\n" + b"a: b\r\n" * 256 + b"\r\n")
+        client = await edge.connect(b"GET /x HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 255 + b"\r\n")
         assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 200")
         assert edge.application.num_requests == 1
 
@@ -664,13 +668,46 @@ async def test_a_body_whose_end_has_two_readings_is_refused_with_what_follows() 
 
 
 @run
-async def test_a_request_with_several_hosts_is_refused() -> None:
+async def test_a_request_without_one_valid_host_is_refused_with_what_follows() -> None:
+    """A proxy in front may have checked another host than this server would, or none (RFC 9112, section 3.2)."""
+    requests = {
+        b"GET /x HTTP/1.1\r\n\r\n": b"no Host header",
+        b"GET http://x/x HTTP/1.1\r\n\r\n": b"no Host header",
+        GET.replace(b"Host: x", b"Host: x\r\nhost: x"): b"several Host headers",
+        **{
+            GET.replace(b"Host: x", b"Host: " + host): b"no name or address"
+            for host in (b"a b", b"a, b", b"a/b", b"u@a", b"a:b", b"[::1", b"a:1:2", b"a?", b"a\xe9", b"<a>", b"a\\b")
+        },
+        GET.replace(b"/x", b"http://u@a/x"): b"no name or address",
+        GET.replace(b"/x", b"ftp://a/x"): b"no path",
+        GET.replace(b"/x", b"*"): b"no path",
+        b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n": b"no path",
+    }
     async with serving() as edge:
-        client = await edge.connect(GET.replace(b"Host: x", b"Host: x\r\nhost: x") + GET)
-        answer = await client.all()
-        assert answer.startswith(b"HTTP/1.1 400 ")
-        assert (answer.count(b"HTTP/1.1"), b"several Host headers" in answer) == (1, True)
+        for request, reason in requests.items():
+            answer = await (await edge.connect(request + GET)).all()
+            assert answer.startswith(b"HTTP/1.1 400 "), request
+            assert (answer.count(b"HTTP/1.1 "), reason in answer) == (1, True), request
         assert edge.application.num_requests == 0
+
+
+@run
+async def test_the_host_and_path_of_an_absolute_target_replace_those_of_the_request() -> None:
+    hosts = [b"", b"x", b"a_b.example:8000", b"127.0.0.1:1", b"[::1]:80", b"[fe80::1%25eth0]", b"x "]
+    targets = [b"http://x/y?z", b"HTTPS://x:80", b"http://x?z", b"http://[::1]:8000/y"]
+    async with serving() as edge:
+        for sent in (
+            *(GET.replace(b"Host: x", b"Host: " + host) for host in hosts),
+            *(GET.replace(b"/x", target).replace(b"Host: x", b"Host: other") for target in targets),
+            b"GET /x HTTP/1.0\r\n\r\n",
+            b"GET http://x/y HTTP/1.0\r\n\r\n",
+        ):
+            client = await edge.connect(sent)
+            client.half_close()
+            assert (await client.all()).startswith(b"HTTP/1.1 200 "), sent
+        assert edge.application.paths == ["/x"] * len(hosts) + ["/y", "/", "/", "/y", "/x", "/y"]
+        sent_hosts = edge.application.hosts[len(hosts) :]
+        assert sent_hosts == [b"x", b"x:80", b"x", b"[::1]:8000", b"", b""]
 
 
 @run
@@ -713,7 +750,9 @@ async def test_http_1_0_has_no_chunks_in_either_direction() -> None:
 @run
 async def test_an_answer_before_the_body_leaves_the_connection_usable() -> None:
     async with serving() as edge:
-        client = await edge.connect(b"POST /unread HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"x" * 99_999)
+        client = await edge.connect(
+            b"POST /unread HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + b"x" * 99_999
+        )
         await client.until(b"0\r\n\r\n")
         await edge.wait(5)
         client.writer.write(b"x" + GET)
@@ -738,7 +777,9 @@ async def test_a_last_answer_before_the_body_arrives_although_the_client_sends_t
 @run
 async def test_an_expected_continue_comes_before_the_body() -> None:
     async with serving() as edge:
-        client = await edge.connect(b"POST /x HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
+        client = await edge.connect(
+            b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n"
+        )
         assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         client.writer.write(b"abc")
         assert (await client.until(b"0\r\n\r\n")).endswith(b"1\r\n3\r\n0\r\n\r\n")
@@ -748,9 +789,9 @@ async def test_an_expected_continue_comes_before_the_body() -> None:
 async def test_a_body_that_is_announced_as_too_long_is_not_waited_for() -> None:
     """It is an upload, which is written as it arrives, or refused."""
     async with serving(max_request_bytes=10) as edge:
-        client = await edge.connect(b"POST /unread HTTP/1.1\r\nContent-Length: 11\r\n\r\n")
+        client = await edge.connect(b"POST /unread HTTP/1.1\r\nHost: x\r\nContent-Length: 11\r\n\r\n")
         assert (await client.until(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-        client = await edge.connect(b"POST /unread HTTP/1.1\r\nContent-Length: 10\r\n\r\n123")
+        client = await edge.connect(b"POST /unread HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n123")
         await until(lambda: all_begun(edge, 1))
         later = await edge.connect(GET)
         assert (await later.until(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
@@ -763,7 +804,7 @@ async def test_a_body_that_is_announced_as_too_long_is_not_waited_for() -> None:
 async def test_a_connection_ends_with_an_answer_in_place_of_100_continue() -> None:
     """The client may not send the body: the head of its next request would be taken for it."""
     async with serving(max_request_bytes=10) as edge:
-        head = b"POST /unread HTTP/1.1\r\nContent-Length: 4000\r\nExpect: 100-continue\r\n\r\n"
+        head = b"POST /unread HTTP/1.1\r\nHost: x\r\nContent-Length: 4000\r\nExpect: 100-continue\r\n\r\n"
         client = await edge.connect(head)
         answer = await client.all()
         assert answer.startswith(b"HTTP/1.1 200 ")
@@ -778,9 +819,9 @@ async def test_a_connection_ends_with_an_answer_in_place_of_100_continue() -> No
 @run
 async def test_the_application_begins_when_a_body_has_arrived_or_as_much_as_is_held() -> None:
     async with serving() as edge:
-        small = await edge.connect(b"POST /x HTTP/1.1\r\nContent-Length: 4\r\n\r\nabc")
-        gone = await edge.connect(b"POST /x HTTP/1.1\r\nContent-Length: 4\r\n\r\nabc")
-        large = await edge.connect(b"POST /x HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"x" * 70_000)
+        small = await edge.connect(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nabc")
+        gone = await edge.connect(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nabc")
+        large = await edge.connect(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + b"x" * 70_000)
         await until(lambda: edge.application.num_requests == 1 and all_begun(edge, 3))
         gone.writer.close()
         await until(lambda: len(edge.connections) == 2)
@@ -834,7 +875,7 @@ def test_pings_break_no_stream_whose_http_1_0_client_reads_slowly(monkeypatch: p
 async def test_parts_of_requests_are_answered_when_their_time_is_over() -> None:
     async with serving() as edge:
         head = await edge.connect(b"GET /x HTTP/1.1\r\nHost:")
-        body = await edge.connect(b"POST /x HTTP/1.1\r\nContent-Length: 50000\r\n\r\n123")
+        body = await edge.connect(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n\r\n123")
         silent = await edge.connect()
         await until(lambda: all_begun(edge, 2))
         await edge.wait(11)
@@ -853,7 +894,7 @@ async def test_requests_beyond_those_served_get_503_and_probes_are_answered() ->
         held = [await edge.connect(GET.replace(b"/x", b"/held")) for _ in range(6)]
         await until(lambda: edge.application.num_requests == 6)
         silent = [await edge.connect() for _ in range(20)]
-        refused = await (await edge.connect(b"POST /x HTTP/1.1\r\nContent-Length: 9\r\n\r\n123")).all()
+        refused = await (await edge.connect(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n123")).all()
         assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
         assert b'"code":"too_many_connections"' in refused
         for _ in range(20):
@@ -940,7 +981,9 @@ async def test_keys_take_turns_where_their_connections_have_one_address() -> Non
 )
 def test_a_connection_leaves_nothing_to_garbage_collections(end: str) -> None:
     """With waiting requests, full collections take too long, so that they do not happen: nothing may need them."""
-    sent = {"half a body": b"POST /x HTTP/1.1\r\nContent-Length: 9\r\n\r\n123", "no head": b"GET"}.get(end, GET)
+    sent = {"half a body": b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n123", "no head": b"GET"}.get(
+        end, GET
+    )
     if end in ("left", "reset", "pipelined and left"):
         sent = GET.replace(b"/x", b"/held")
 

@@ -323,6 +323,8 @@ async def test_a_request_has_an_owner_where_keys_are_asked_for(settings: dict[st
         ("::ffff:10.0.0.7", "10.0.0.7"),
         ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
         ("fe80::1%eth0", "fe80::/64"),
+        ("::ffff:10.0.0.7%eth0", "10.0.0.7"),
+        ("10.0.0.7%eth0", "10.0.0.7%eth0"),
         ("testclient", "testclient"),
         ("x" * 60_000, "x" * 64),
         (None, "local"),
