@@ -458,6 +458,8 @@ class CompactionOutput(ResponseOutput):
 class ResponsesRenderer(Renderer):
     """Renders one response, generated with `params`. `on_end` receives the ended response before the client does."""
 
+    repeats_logprobs = True
+
     def __init__(
         self,
         request: ResponsesRequest,

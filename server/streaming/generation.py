@@ -41,6 +41,9 @@ lower bound."""
 _MAX_ANSWER_LOGPROBS = 2**22
 """Most log probabilities of tokens in a whole answer. Until it is sent they take at least 70 bytes each."""
 
+_MAX_REPEATED_LOGPROBS = 2**20
+"""Most log probabilities of tokens in a stream whose last events repeat them all: those of a response four times."""
+
 _MANY_LOGPROBS = 4096
 """More log probabilities are rendered in a thread, so that other streams continue meanwhile."""
 
@@ -185,9 +188,13 @@ class Generation:
         try:
             if opening := renderer.opening():
                 yield opening
-            remaining = len(self._states)
+            remaining, num_repeated = len(self._states), 0
             while True:
                 deltas = await stream.take()
+                if renderer.repeats_logprobs:
+                    num_repeated += sum(num_logprobs(delta.logprobs) for delta in deltas.values())
+                    if num_repeated > _MAX_REPEATED_LOGPROBS:
+                        raise _many_logprobs("stream", _MAX_REPEATED_LOGPROBS)
                 if self._may_be_large:
                     events = await self._render(partial(_chunks, renderer, deltas), deltas.values())
                 else:
@@ -277,13 +284,7 @@ class Generation:
     def _on_many_logprobs(self, results: Consumer) -> None:
         """End the sequences, whose log probabilities have reached the bound."""
         self._hub.cancel(self._states)
-        results.fail(
-            BadRequest(
-                f"the answer has more than {_MAX_ANSWER_LOGPROBS} log probabilities, of each token and its "
-                "alternatives; ask for fewer choices, tokens or alternatives at a time, or for a stream",
-                param="logprobs",
-            )
-        )
+        results.fail(_many_logprobs("answer", _MAX_ANSWER_LOGPROBS, ", or for a stream"))
 
     def _on_full(self, stream: Consumer) -> None:
         """Pause or end the sequences because the client reads `stream` too slowly."""
@@ -324,6 +325,14 @@ class Generation:
             params = self._sequences[0].request.sampling_params
             facts.trace.generated(self._states, params, facts.model, self._submit_time)
         _log.debug("%s: %d choices, %.3f s", id, len(self._states), time.monotonic() - self._arrival_time)
+
+
+def _many_logprobs(what: str, most: int, remedy: str = "") -> BadRequest:
+    return BadRequest(
+        f"the {what} has more than {most} log probabilities, of each token and its alternatives; ask for fewer "
+        f"choices, tokens or alternatives at a time{remedy}",
+        param="logprobs",
+    )
 
 
 def usage_of(states: Sequence[RequestState], num_choices: int) -> Usage:

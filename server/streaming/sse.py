@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -271,6 +271,8 @@ class Renderer(Protocol):
     head: AnswerHead
     ping: ServerSentEvent | None = None
     """Event that is sent every few seconds while the stream is open; None: a comment, which clients ignore."""
+    repeats_logprobs: ClassVar[bool] = False
+    """Whether the last events repeat all log probabilities, so that these stay in memory until then."""
 
     def opening(self) -> bytes:
         """Return the events before the first token."""

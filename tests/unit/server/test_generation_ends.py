@@ -18,6 +18,7 @@ from server.streaming.generation import Generation
 from server.streaming.hub import DeltaStream
 from server.streaming.sse import EventStream, while_connected
 from tests.unit.generation_support import WORD, FrontEnd, renderer
+from tests.unit.responses_support import renderer_of
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "headers": [], "path": "/"}
 FINISHED, REJECTED = "kaon_requests_finished_total", "kaon_requests_rejected_total"
@@ -219,6 +220,30 @@ async def test_a_whole_answer_of_too_many_log_probabilities_is_ended(monkeypatch
     with pytest.raises(BadRequest, match="more than 5 log probabilities"):
         await response
     assert front.core.aborted == [0, 1]
+    assert frontend_at_rest(front)
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_a_stream_that_repeats_too_many_log_probabilities_at_its_end_is_ended(
+    monkeypatch: pytest.MonkeyPatch, repeats: bool
+) -> None:
+    """Those of a response stay in memory until its last events, each of which has all of them."""
+    monkeypatch.setattr(generation, "_MAX_REPEATED_LOGPROBS", 5)
+    front = FrontEnd()
+    include = ["message.output_text.logprobs"]
+    of_response = renderer_of(include=include, top_logprobs=2)
+    events = front.generation(time.monotonic()).events(of_response if repeats else renderer())
+    if repeats:
+        await anext(events)
+    position = TokenLogprobs(WORD[0], -1.0, (1, 2), (-1.0, -2.0))
+    texts = []
+    for _ in range(2):
+        front.hub.receive(StepOutputs([RequestOutput(0, WORD, logprobs=[position])]))
+        texts.append(await anext(events))
+    assert (b"response.failed" in texts[1]) == (b"more than 5 log probabilities" in texts[1]) == repeats
+    assert b"response.failed" not in texts[0]
+    await events.aclose()
+    assert front.core.aborted == [0]
     assert frontend_at_rest(front)
 
 
