@@ -515,6 +515,7 @@ class HttpProtocol(HttpToolsProtocol):
         if owner is None and self._keys and not is_uncounted:
             is_uncounted = True
             self.scope["state"]["serve"] = self._connection.serve
+        self.scope["state"]["hold_answer"] = self._connection.hold_answer
         self.scope["state"]["party"] = self._connection.party if owner is None else owner.party
         refused = self._connection.begin_request(is_uncounted=is_uncounted)
         if refused is not None:

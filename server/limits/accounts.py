@@ -19,6 +19,7 @@ Resource = Literal[
     "sequences",
     "queued_sequences",
     "queued_tokens",
+    "answer_bytes",
     "stream_bytes",
     "held_stream_bytes",
     "background_responses",

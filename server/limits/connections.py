@@ -122,6 +122,8 @@ class ConnectionLimits(NamedTuple):
     """Most bytes of one body in memory while it is received; further bytes of an upload are written to disk."""
     body_bytes: int = 256 * 2**20
     """Most bytes of all bodies together in memory while they are received."""
+    answer_bytes: int = 2**29
+    """Bytes of large answers in memory beyond which those of slow readers end; beyond twice as many, others, too."""
 
     @classmethod
     def of(cls, config: ServerConfig, num_free: int, max_request_bytes: int) -> Self:
@@ -168,6 +170,7 @@ class Connection:
 
     __slots__ = (
         "_abort",
+        "_answer_bytes",
         "_body_bytes",
         "_check_at",
         "_check_interval",
@@ -187,6 +190,7 @@ class Connection:
         "_transport",
         "_unread",
         "_unread_since",
+        "answer_party",
         "is_exempt",
         "is_open",
         "party",
@@ -214,6 +218,8 @@ class Connection:
         """Whether it counts as a served connection."""
         self._body_bytes = 0
         """Bytes of the body that were received."""
+        self._answer_bytes, self.answer_party = 0, party
+        """Bytes of a large answer that the application has yet to send, and the party that they are accounted to."""
         self._unread, self._unread_since = 0, 0.0
         """Bytes that wait to be sent, and the time since which this number has not changed."""
         self._reading_since, self._taken_before = 0.0, -1
@@ -294,6 +300,12 @@ class Connection:
             self._enter("idle")
         return None
 
+    def hold_answer(self, num_bytes: int, party: str) -> None:
+        """Note how many bytes of a large answer to the party's request the application has yet to send."""
+        if self.is_open:
+            change, self._answer_bytes, self.answer_party = num_bytes - self._answer_bytes, num_bytes, party
+            self._table.held_answer(self, change, is_held=num_bytes > 0)
+
     def end_answer(self, *, complete: bool) -> None:
         """Note that an answer is complete. `complete`: whether all bytes of the last request were received."""
         begun = bool(self._pipelined)
@@ -324,6 +336,7 @@ class Connection:
     def close(self) -> None:
         """Note that the connection has ended, for whatever reason. Idempotent."""
         if self.is_open:
+            self.hold_answer(0, self.answer_party)
             self.is_open = False
             self._release()
             self._table.closed(self)
@@ -561,6 +574,8 @@ class Connections:
         """Connections that are not served, and may be closed for others."""
         self._slow = _Waiting()
         """Served connections whose clients read too slowly, and which may be closed for other requests."""
+        self._answers: dict[Connection, None] = {}
+        """Connections with a large answer, of which a part is yet to be sent, in the order of their beginnings."""
         self._num_served = 0
         self._served: defaultdict[str, int] = defaultdict(int)
         """Number of served connections, by party."""
@@ -687,6 +702,26 @@ class Connections:
     def released_body(self, connection: Connection, num_bytes: int) -> None:
         """Note that a body is complete, or never will be, so that its bytes no longer count."""
         self._accounts.change(connection.party, "body_bytes", -num_bytes)
+
+    def held_answer(self, connection: Connection, change: int, *, is_held: bool) -> None:
+        """Count `change` more bytes of large answers in memory.
+
+        Beyond the bound, a slow reader's connection is closed, of the party that holds most; beyond twice the bound,
+        the one whose answer began first.
+        """
+        party, limit = connection.answer_party, self.limits.answer_bytes
+        self._accounts.change(party, "answer_bytes", change)
+        if is_held:
+            self._answers[connection] = None
+        else:
+            self._answers.pop(connection, None)
+        while change > 0 and (total := self._accounts.total("answer_bytes")) > limit:
+            holders = [each for each in self._answers if each in self._slow]
+            if not holders and total > 2 * limit and len(self._answers) > 1:
+                holders = list(self._answers)
+            if not holders:
+                return
+            max(holders, key=lambda each: self._accounts.used(each.answer_party, "answer_bytes")).evict()
 
     def ended_request(self, connection: Connection) -> None:
         """Note that the request of a served connection was answered, or its client has gone."""

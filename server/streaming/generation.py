@@ -44,6 +44,10 @@ _MAX_ANSWER_LOGPROBS = 2**22
 _MAX_REPEATED_LOGPROBS = 2**20
 """Most log probabilities of tokens in a stream whose last events repeat them all: those of a response four times."""
 
+_MAX_UNREAD_BYTES = 2**29
+"""Unread bytes of all streams, beyond which a full stream of an owner that holds its equal part of them is ended. They
+add up: a paused stream holds no slot of the engine, so that another one runs."""
+
 _MANY_LOGPROBS = 4096
 """More log probabilities are rendered in a thread, so that other streams continue meanwhile."""
 
@@ -286,19 +290,21 @@ class Generation:
         self._hub.cancel(self._states)
         results.fail(_many_logprobs("answer", _MAX_ANSWER_LOGPROBS, ", or for a stream"))
 
-    def _on_full(self, stream: Consumer) -> None:
+    def _on_full(self, stream: DeltaStream) -> None:
         """Pause or end the sequences because the client reads `stream` too slowly."""
-        action = self._settings.slow_readers
+        accounts = self._hub.admission.accounts
+        own, num_owners = accounts.used(self._owner.party, "stream_bytes"), len(accounts.users("stream_bytes"))
+        is_crowded = accounts.total("stream_bytes") > _MAX_UNREAD_BYTES <= own * num_owners
+        action = "end" if is_crowded else self._settings.slow_readers
         self._hub.metrics.slow_reader(action)
         if action == "pause":
             self._hub.pause(self._states)
         elif self._hub.cancel(self._states):
-            stream.fail(
-                SlowReader(
-                    "the stream was read too slowly: this server holds at most about "
-                    f"{self._settings.stream_buffer_bytes} bytes for a reader (stream_buffer_bytes)"
-                )
-            )
+            held = f"at most about {self._settings.stream_buffer_bytes} bytes for a reader (stream_buffer_bytes)"
+            if is_crowded:
+                stream.close()
+                held = f"about {_MAX_UNREAD_BYTES} bytes for all readers, and this key or address has its part of them"
+            stream.fail(SlowReader(f"the stream was read too slowly: this server holds {held}"))
 
     def _on_drained(self) -> None:
         """Resume the sequences because the client has read everything."""

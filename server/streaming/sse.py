@@ -113,7 +113,7 @@ class EventStream(EventSourceResponse):
                 async with while_connected(receive), aclosing(self._events) as events:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     if scope["method"] != "HEAD":
-                        with _Pings(self._ping_event, self.ping_interval, send_body) as pings:
+                        with _Pings(self._ping_event, self.ping_interval, scope, send_body) as pings:
                             async for event in events:
                                 if len(event) <= PIECE_BYTES:
                                     await send_body({"type": "http.response.body", "body": event, "more_body": True})
@@ -129,10 +129,10 @@ class _Pings:
     """Sends a ping repeatedly within the context, but never within an event, from a timer: most streams end before the
     first is due."""
 
-    def __init__(self, ping: bytes, seconds: float, send: Send) -> None:
+    def __init__(self, ping: bytes, seconds: float, scope: Scope, send: Send) -> None:
         self._message: Message = {"type": "http.response.body", "body": ping, "more_body": True}
         self._seconds = seconds
-        self._send = send
+        self._scope, self._send = scope, send
         self._is_within_event = False
 
     def __enter__(self) -> Self:
@@ -142,7 +142,7 @@ class _Pings:
     async def send_event(self, event: bytes) -> None:
         """Send a large event without pings between its pieces."""
         self._is_within_event = True
-        await _send_in_pieces(event, self._send)
+        await _send_in_pieces(event, self._scope, self._send)
         self._is_within_event = False
 
     def __exit__(self, *_: object) -> None:
@@ -170,16 +170,30 @@ def json_response(body: bytes) -> Response:
 class _LargeResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send_in_pieces(bytes(self.body), send)
+        await _send_in_pieces(bytes(self.body), scope, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_in_pieces(content: bytes, send: Send) -> None:
-    """Send a part of a body. Other clients are served between its pieces."""
-    for start in range(0, len(content), PIECE_BYTES):
-        piece = content[start : start + PIECE_BYTES]
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await asyncio.sleep(0)
+async def _send_in_pieces(content: bytes, scope: Scope, send: Send) -> None:
+    """Send a part of a body. Other clients are served between its pieces.
+
+    The connection is notified of what is left: where much is held for clients that hardly read, some must end.
+    """
+    state = scope.get("state", {})
+    hold: Callable[[int, str], object] = state.get("hold_answer", _hold_nothing)
+    party = state["owner"].party if "owner" in state else ""
+    try:
+        for start in range(0, len(content), PIECE_BYTES):
+            hold(len(content) - start, party)
+            piece = content[start : start + PIECE_BYTES]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+    finally:
+        hold(0, party)
+
+
+def _hold_nothing(num_bytes: int, party: str) -> None:
+    pass
 
 
 class ChunkWriter:

@@ -578,6 +578,44 @@ def test_a_client_that_reads_again_keeps_its_place(edge: Edge) -> None:
     assert not any(peer.is_aborted for peer in served)
 
 
+@pytest.mark.parametrize("slow", [True, False])
+def test_large_answers_beyond_what_may_wait_end_with_a_slow_reader_of_the_heaviest_owner(slow: bool) -> None:
+    edge = Edge(LIMITS._replace(answer_bytes=1000))
+    peers = {
+        name: edge.connect(host)
+        for name, host in zip(("light", "first", "second", "quick"), (A, A, A, B), strict=True)
+    }
+    for name, num_bytes in {"light": 200, "first": 300, "second": 400, "quick": 100}.items():
+        peers[name].request()
+        peers[name].unsent = 1
+        peers[name].connection.hold_answer(num_bytes, "light" if name == "light" else "heavy")
+    assert edge.accounts.users("answer_bytes") == {"light": 200, "heavy": 800}
+    for _ in range(7):
+        for name, peer in peers.items():
+            peer.taken += 100 if slow and name in ("light", "second") else 5_000
+        edge.wait(1)
+    new = edge.connect(B)
+    new.request()
+    new.connection.hold_answer(300, "third")
+    assert [peer.is_aborted for peer in peers.values()] == [False, False, slow, False]
+    new.connection.hold_answer(1600, "third")
+    assert [peer.is_aborted for peer in peers.values()] == [slow, False, slow, False]
+    assert new.is_aborted is not slow, "beyond twice the bound the heaviest owner's answer ends although it is read"
+    new.connection.hold_answer(10**9, "third")
+    for peer in (*peers.values(), new):
+        peer.connection.close()
+    assert not edge.accounts.total("answer_bytes")
+
+
+def test_an_answer_alone_may_be_larger_than_all_together() -> None:
+    edge = Edge(LIMITS._replace(answer_bytes=1000))
+    peer = edge.connect()
+    peer.request()
+    peer.connection.hold_answer(5000, "a")
+    peer.connection.hold_answer(0, "a")
+    assert (peer.is_aborted, edge.accounts.total("answer_bytes")) == (False, 0)
+
+
 def test_bodies_beyond_what_may_be_held_end_with_the_largest_of_the_heaviest_address(edge: Edge) -> None:
     small, larger, other = edge.connect(A), edge.connect(A), edge.connect(B)
     for peer in (small, larger, other):

@@ -764,7 +764,7 @@ async def test_a_last_answer_before_the_body_arrives_although_the_client_sends_t
     """If the server closed the connection, the rest would reset it."""
     for version in (b"1.1\r\nConnection: close", b"1.0"):
         async with serving() as edge:
-            head = b"POST /unread HTTP/" + version + b"\r\nContent-Length: 9000000\r\n\r\n"
+            head = b"POST /unread HTTP/" + version + b"\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n"
             client = await edge.connect(head + b"x" * 8_999_999)
             answer = await client.all()
             assert answer.startswith(b"HTTP/1.1 200 OK\r\n")

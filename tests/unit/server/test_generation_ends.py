@@ -363,6 +363,39 @@ async def test_log_probabilities_count_as_bytes() -> None:
     assert steps_until_full(20) < steps_until_full(0) / 2
 
 
+async def test_beyond_what_all_streams_may_hold_those_of_the_owner_that_holds_most_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each paused stream keeps its text, and lets another one run: with thousands of connections that is gigabytes."""
+    monkeypatch.setattr(generation, "_MAX_UNREAD_BYTES", 20_000)
+    front = FrontEnd(stream_buffer_bytes=4096)
+    accounts, heavy, light = front.admission.accounts, Owner.of_address("10.0.0.7"), Owner.of_address("10.0.0.8")
+    before = front.generation(time.monotonic(), owner=light)
+    _ = before.events(renderer())
+    lag(front)
+    streams = []
+    for _ in range(20):
+        of_heavy = front.generation(time.monotonic(), owner=heavy)
+        streams.append((of_heavy, of_heavy.events(renderer())))
+        lag(front)
+    after = front.generation(time.monotonic(), owner=light)
+    _ = after.events(renderer())
+    lag(front)
+    assert accounts.total("stream_bytes") < 20_000 + 2 * 4500
+    paused = len(front.core.paused)
+    assert (len(front.core.aborted), front.count('kaon_slow_readers_total{action="end"}')) == (
+        22 - paused,
+        22 - paused,
+    )
+    assert paused >= 4, "both of the light owner's, too"
+    *_, (_, ended) = streams
+    assert b"Hello" in await anext(ended)
+    assert error_of(await anext(ended))["code"] == "slow_reader"
+    for each in (before, after, *(of_heavy for of_heavy, _ in streams)):
+        each.end()
+    assert not accounts.total("stream_bytes")
+
+
 async def test_what_a_client_has_not_read_is_accounted_to_its_owner_and_leaves_with_it() -> None:
     front = FrontEnd(stream_buffer_bytes=2**20)
     accounts, owner = front.admission.accounts, Owner.of_address("10.0.0.7")

@@ -12,6 +12,7 @@ from openai.types.chat import ChatCompletionChunk
 from starlette.types import Message
 
 from server.anthropic.rendering import PING
+from server.limits.owners import Owner
 from server.routes.chat import ChatChunkWriter
 from server.routes.completions import CompletionChunkWriter
 from server.schemas.chat import ChatLogprobs, TokenLogprob, TopLogprob
@@ -162,8 +163,11 @@ async def test_a_large_answer_is_sent_in_pieces_between_which_others_are_served(
 
     other = asyncio.create_task(others())
     response = EventStream(large(), ping=PING) if is_stream else json_response(content)
-    await response({"type": "http", "method": "POST"}, receive, send)
+    held: list[tuple[int, str]] = []
+    state = {"owner": Owner("heavy"), "hold_answer": lambda *of: held.append(of)}
+    await response({"type": "http", "method": "POST", "state": state}, receive, send)
     other.cancel()
+    assert held == [(left, "heavy") for left in (*range(len(content), 0, -10), 0)]
     assert max(map(len, bodies)) == 10
     assert b"".join(bodies) == content, "no ping is within an event"
     assert steps_of_others >= len(content) // 10
