@@ -21,6 +21,7 @@ Resource = Literal[
     "queued_tokens",
     "answer_bytes",
     "stream_bytes",
+    "resumable_stream_bytes",
     "held_stream_bytes",
     "background_responses",
     "stored_responses",
@@ -28,9 +29,9 @@ Resource = Literal[
 ]
 """The counted resources, in this order: open connections; bytes of request bodies in memory; HTTP requests with API
 keys that are served; jobs (parsing, rendering, tokenisation, grammar checks) that wait or run; admitted requests that
-have not ended, and their sequences; sequences without an output so far, and their prompt tokens; bytes of streams that
-clients have not read; bytes of resumable streams without a connected client; running background responses; stored
-responses, and their bytes."""
+have not ended, and their sequences; sequences without an output so far, and their prompt tokens; bytes of large
+answers that wait to be sent; bytes of streams that clients have not read; bytes of resumable streams with and without
+connected clients; running background responses; stored responses, and their bytes."""
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 

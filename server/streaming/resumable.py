@@ -3,14 +3,15 @@
 A request opts in. Each event then has an id: the stream's id and the event's number. Sent events stay stored, because
 the client may not have received them. Without a connected client, generation continues until the events that were not
 sent fill the bound; then it is paused. After a time without a client, the stream is ended and dropped. All streams
-without a client share a second bound: beyond it, the owner with the most bytes loses its oldest stream.
+without a client share a second bound: beyond it, the owner with the most bytes loses its oldest stream. Those with a
+client share a third: beyond it, streams of owners that hold their equal part store less.
 """
 
 import asyncio
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, Literal
 
 from server.access_log import RequestFacts
 from server.errors import BadRequest
@@ -25,6 +26,17 @@ _STREAM_BYTES = 1024
 """Bytes of a stream in addition to its events."""
 _MAX_ID = 200
 
+_CONNECTED: Literal["resumable_stream_bytes"] = "resumable_stream_bytes"
+
+_MAX_CONNECTED_BYTES = 2**29
+"""Bytes of all streams with a client, beyond which owners that hold their equal part store `_LEAST_BYTES` each."""
+
+_LEAST_BYTES = 2**16
+"""Bytes of a stream that are stored in any case."""
+
+
+_Resource = Literal["resumable_stream_bytes", "held_stream_bytes"]
+
 
 class StreamNotFound(BadRequest):
     """The stream, or the requested part of it, is not stored for this client."""
@@ -36,8 +48,10 @@ class StreamNotFound(BadRequest):
 class _Stream:
     """The latest events of one answer, and the task that generates them."""
 
-    def __init__(self, id: str, owner: Owner, max_bytes: int, on_change: Callable[["_Stream"], object]) -> None:
-        """`on_change` is called when the number of stored bytes changes."""
+    def __init__(
+        self, id: str, owner: Owner, max_bytes: Callable[[], int], on_change: Callable[["_Stream"], object]
+    ) -> None:
+        """`max_bytes` returns the present bound; `on_change` is called when the number of stored bytes changes."""
         self.id = id
         self.owner = owner
         self.facts = RequestFacts()
@@ -48,8 +62,8 @@ class _Stream:
         self.task: asyncio.Task[None] | None = None
         self.is_complete = False
         self.num_bytes = 0
-        self.num_counted = 0
-        """Bytes of it that are counted in the owner's account."""
+        self.num_counted: dict[_Resource, int] = {"resumable_stream_bytes": 0, "held_stream_bytes": 0}
+        """Bytes of it that are counted in the owner's account: with and without a client."""
         self._on_change = on_change
         self._max_bytes = max_bytes
         self._events: deque[bytes] = deque()
@@ -90,10 +104,11 @@ class _Stream:
 
     def _drop_taken(self) -> bool:
         """Drop the oldest taken events beyond the bound. Returns whether the rest is within the bound."""
-        while self.num_bytes > self._max_bytes and self._first < self._num_taken:
+        max_bytes = self._max_bytes()
+        while self.num_bytes > max_bytes and self._first < self._num_taken:
             self.num_bytes -= len(self._events.popleft()) + _EVENT_BYTES
             self._first += 1
-        return self.num_bytes <= self._max_bytes
+        return self.num_bytes <= max_bytes
 
     def complete(self) -> None:
         """Note that no more events follow."""
@@ -161,7 +176,7 @@ class ResumableStreams:
         facts: RequestFacts | None = None,
     ) -> EventStream:
         """Return the response that streams `answer`. `on_end` is called when `answer` has ended."""
-        stream = self._streams[id] = _Stream(id, owner, self._max_bytes, self._count)
+        stream = self._streams[id] = _Stream(id, owner, lambda: self._limit(owner), self._count)
 
         async def fill() -> None:
             try:
@@ -227,16 +242,29 @@ class ResumableStreams:
             self._left_alone[stream.id] = stream
             self._count(stream)
 
+    def _limit(self, owner: Owner) -> int:
+        """Return how many bytes of a stream of the owner may be stored now."""
+        accounts, resource = self._accounts, _CONNECTED
+        own, num_owners = accounts.used(owner.party, resource), len(accounts.users(resource))
+        is_crowded = accounts.total(resource) > _MAX_CONNECTED_BYTES <= own * num_owners
+        return _LEAST_BYTES if is_crowded else self._max_bytes
+
     def _count(self, stream: _Stream) -> None:
-        """Update the owner's account with the bytes of a stream without a client, and enforce the common bound."""
-        count = _STREAM_BYTES + stream.num_bytes if stream.id in self._left_alone else 0
-        added, stream.num_counted = count - stream.num_counted, count
-        if not added:
-            return
-        self._accounts.change(stream.owner.party, "held_stream_bytes", added)
+        """Update the owner's account with the bytes of a stream, and enforce the bound of those without a client."""
+        num_bytes, is_alone = _STREAM_BYTES + stream.num_bytes, stream.id in self._left_alone
+        is_stored = stream.id in self._streams
+        self._set_count(stream, "resumable_stream_bytes", num_bytes if is_stored and not is_alone else 0)
+        added = self._set_count(stream, "held_stream_bytes", num_bytes if is_alone else 0)
         while added > 0 and self._accounts.total("held_stream_bytes") > self._max_held_bytes:
             largest = self._accounts.largest_user("held_stream_bytes")
             self._forget(next(each for each in self._left_alone.values() if each.owner.party == largest))
+
+    def _set_count(self, stream: _Stream, resource: _Resource, num_bytes: int) -> int:
+        """Count a stream's bytes; return the change."""
+        added, stream.num_counted[resource] = num_bytes - stream.num_counted[resource], num_bytes
+        if added:
+            self._accounts.change(stream.owner.party, resource, added)
+        return added
 
     def _forget(self, stream: _Stream) -> None:
         if self._streams.pop(stream.id, None) is None:

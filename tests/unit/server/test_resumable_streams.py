@@ -13,6 +13,7 @@ from server.access_log import RequestFacts
 from server.errors import BadRequest
 from server.limits.accounts import Accounts
 from server.limits.owners import ANYONE, Owner
+from server.streaming import resumable
 from server.streaming.resumable import ResumableStreams, StreamNotFound
 from server.streaming.sse import EventStream
 
@@ -236,6 +237,33 @@ async def test_an_owner_that_leaves_many_streams_behind_loses_its_own(is_complet
         streams.resume("s1:0", me)
     await streams.close()
     assert accounts.total("held_stream_bytes") == 0
+
+
+async def test_streams_of_slow_readers_store_less_once_all_together_hold_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that reads a byte a second keeps its stream: with thousands of connections that is gigabytes."""
+    monkeypatch.setattr(resumable, "_MAX_CONNECTED_BYTES", 30_000)
+    monkeypatch.setattr(resumable, "_LEAST_BYTES", 1000)
+    accounts = Accounts()
+    streams = ResumableStreams(10_000, 60, 10**6, accounts)
+    heavy, light = Owner.of_key("heavy"), Owner.of_key("light")
+    written: dict[str, Answer] = {}
+    for number in range(20):
+        owner = light if number == 19 else heavy
+        written[str(number)] = answer = Answer()
+        streams.begin(str(number), owner, answer(), answer.end)
+        answer.write(*[b"x" * 500] * 100)
+        await settle()
+    assert accounts.used(heavy.party, "resumable_stream_bytes") < 30_000 + 11_000 + 19 * 3_000
+    assert 10_000 < accounts.used(light.party, "resumable_stream_bytes") < 13_000
+    assert not any(answer.ended for answer in written.values()), "they are paused"
+    reader = Reader(streams.resume("18:0", heavy))
+    assert await reader.read()
+    await reader.leave()
+    await streams.close()
+    assert not accounts.total("resumable_stream_bytes")
+    assert not accounts.total("held_stream_bytes")
 
 
 async def test_a_stream_that_grows_without_a_client_is_counted() -> None:
