@@ -528,13 +528,16 @@ class HttpProtocol(HttpToolsProtocol):
             self._framing = b"Transfer-Encoding: chunked" if codings else next(iter(framing), None)
 
     def _check_target(self) -> None:
-        """Check the request's target and `Host` (RFC 9112, section 3.2). The host of an absolute target replaces
-        `Host`, and its path the target."""
+        """Check the request's version, target and `Host` (RFC 9112, section 3.2). The host of an absolute target
+        replaces `Host`, and its path the target."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._stop(BadRequest(f"the request is HTTP/{version}; send it as HTTP/1.1"))
         hosts = [index for index, (name, _) in enumerate(self.headers) if name == b"host"]
         if len(hosts) > 1:
             # A proxy may have checked another one than this server would.
             self._stop(BadRequest("the request has several Host headers; send one"))
-        if not hosts and self.parser.get_http_version() > "1.0":
+        if not hosts and version == "1.1":
             self._stop(BadRequest("the request has no Host header; send one"))
         host = self.headers[hosts[0]][1].strip() if hosts else b""
         if (absolute := _ABSOLUTE.fullmatch(self.url)) is not None:
@@ -542,8 +545,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.url = path if path.startswith(b"/") else b"/" + path
             if hosts:
                 self.headers[hosts[0]] = (b"host", host)
-        elif not self.url.startswith(b"/"):
-            self._stop(BadRequest("the request's target is no path; send one that begins with /"))
+        if not self.url.startswith(b"/") or b"#" in self.url:
+            self._stop(BadRequest("the request's target is no path; send one that begins with /, without a fragment"))
         if _HOST.fullmatch(host) is None:
             self._stop(BadRequest("the request's host is no name or address with an optional port; check Host"))
 

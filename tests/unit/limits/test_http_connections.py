@@ -681,13 +681,17 @@ async def test_a_request_without_one_valid_host_is_refused_with_what_follows() -
         GET.replace(b"/x", b"http://u@a/x"): b"no name or address",
         GET.replace(b"/x", b"ftp://a/x"): b"no path",
         GET.replace(b"/x", b"*"): b"no path",
+        GET.replace(b"/x", b"/x#y"): b"no path",
+        GET.replace(b"/x", b"http://x/#y"): b"no path",
+        GET.replace(b"1.1", b"2.0"): b"is HTTP/2.0",
+        GET.replace(b"1.1", b"0.9"): b"is HTTP/0.9",
         b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n": b"no path",
     }
     async with serving() as edge:
         for request, reason in requests.items():
             answer = await (await edge.connect(request + GET)).all()
             assert answer.startswith(b"HTTP/1.1 400 "), request
-            assert (answer.count(b"HTTP/1.1 "), reason in answer) == (1, True), request
+            assert (answer.count(b"HTTP/1.1 400 "), reason in answer) == (1, True), (request, answer)
         assert edge.application.num_requests == 0
 
 
