@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from engine.config.config import CLUSTER_KEY_ENV, Config
-from engine.config.section import Section
+from engine.config.section import Section, docstrings
 from engine.config.server import ServerConfig
 from engine.config.spelling import nearest
 
@@ -94,7 +94,8 @@ class Setting:
     @property
     def meaning(self) -> str:
         """What it does, on one line."""
-        return " ".join((self.field.description or "").split())
+        text = self.field.description or docstrings(self.section).get(self.name, "")
+        return " ".join(text.split())
 
 
 def derive_settings(root: type[Section]) -> tuple[Setting, ...]:

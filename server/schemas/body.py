@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic import GetJsonSchemaHandler as JsonSchemaHandler
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
+from engine.config.section import docstrings
 from engine.config.spelling import nearest
 from engine.text.structured.spec import is_deeper
 from server.errors import BadRequest
@@ -51,11 +52,20 @@ Item = TypeVar("Item")
 class RequestModel(BaseModel):
     """Base of all objects in requests: strict JSON types, no unknown fields, null means absent."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     object_path: ClassVar[ObjectPath | None] = None
     """Path of these objects, if they may have fields of `server.schemas.tolerated`."""
     input_field: ClassVar[str | None] = None
     """Name of the list that holds most objects of a request, such as its messages."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: JsonSchemaHandler) -> dict[str, Any]:
+        """Describe the fields by their docstrings."""
+        reference = handler(core_schema)
+        properties = handler.resolve_ref_schema(reference).get("properties", {})
+        for name, text in docstrings(cls).items():
+            properties[cls.model_fields[name].alias or name]["description"] = text
+        return reference
 
     @model_validator(mode="before")
     @classmethod

@@ -56,7 +56,7 @@ class _Part(RequestModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """The schema, with null for every field that may be missing."""
-        schema = handler(core)
+        schema = super().__get_pydantic_json_schema__(core, handler)
         described = handler.resolve_ref_schema(schema)
         for name in described.get("properties", {}).keys() - set(described.get("required", ())):
             field = described["properties"][name]
