@@ -38,6 +38,7 @@ from server.errors import ApiError, BadRequest, as_raw_response
 from server.limits.acceptor import Acceptor
 from server.limits.connections import Connection, ConnectionLimits, Connections, num_free_descriptors
 from server.limits.keys import ApiKeys
+from server.limits.owners import address_of
 from server.models import Models
 from server.service_manager import ServiceManager
 from server.signals import Signals
@@ -77,8 +78,9 @@ takes 0.67 of a core. Large bodies are read without pauses, so that their client
 _MAX_TINY_PIECES, _TINY_BYTES = 4096, 16
 """A body in more pieces than this must have this many bytes per piece on average: each piece costs a microsecond."""
 
-_HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[\w.~!$&'()*+;=%-]*)(:[0-9]*)?", re.ASCII)
-"""A host and port (RFC 3986, section 3.2). Commas, which it allows, come from several headers that were joined."""
+_HOST = re.compile(rb"(?:\[([0-9A-Za-z:.%_~-]+)\]|[\w.~!$&'()*+;=%-]*)(?::[0-9]*)?", re.ASCII)
+"""A host and port (RFC 3986, section 3.2), with an IPv6 address as the group. Commas, which it allows in names, come
+from several headers that were joined."""
 
 _ABSOLUTE = re.compile(rb"https?://([^/?#]+)(.*)", re.IGNORECASE)
 """The absolute form of a request's target, with its host and path."""
@@ -547,7 +549,8 @@ class HttpProtocol(HttpToolsProtocol):
                 self.headers[hosts[0]] = (b"host", host)
         if not self.url.startswith(b"/") or b"#" in self.url:
             self._stop(BadRequest("the request's target is no path; send one that begins with /, without a fragment"))
-        if _HOST.fullmatch(host) is None:
+        match = _HOST.fullmatch(host)
+        if match is None or (match[1] is not None and address_of(match[1].decode()) is None):
             self._stop(BadRequest("the request's host is no name or address with an optional port; check Host"))
 
     def on_body(self, body: bytes) -> None:
