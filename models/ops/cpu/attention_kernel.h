@@ -51,6 +51,7 @@ TARGET INLINE void NAME(score_keys)(const float *keys, int64_t dim, const float 
     NAME(floats) s[SUMS][OF_TILE];
     for (int key = 0; key < count; key++)
         for (int v = 0; v < vectors; v++) s[key][v] = (NAME(floats)){0};
+#pragma GCC unroll 4
     for (int64_t i = 0; i < dim; i++) {
         NAME(floats) q[OF_TILE];
         for (int v = 0; v < vectors; v++) q[v] = NAME(load)(queries + i * LANES + v * WIDTH);
@@ -299,17 +300,24 @@ TARGET INLINE void NAME(add_block)(const struct values *values, struct spans spa
         const bf16 *from = values->at[unit];
         if (!from) continue;
         fetch_lines(ahead, OF_ADD);
+#pragma GCC unroll 2
         for (int pair = 0; pair < UNIT / 2; pair++, from += values->pair_stride)
 #pragma GCC unroll 2
             for (int odd = 0; odd < 2; odd++) {
                 const float *w = weights + (unit * UNIT + 2 * pair + odd) * LANES;
+                /* A weight is loaded once for all vectors of a block. */
 #pragma GCC unroll 8
-                for (int v = 0; v < blocks * OF_TILE; v++) {
-                    NAME(words) x;
-                    memcpy(&x, from + v / OF_TILE * values->block_stride + v % OF_TILE * WIDTH * 2, sizeof x);
-                    x = odd ? x & 0xffff0000u : x << 16;
+                for (int b = 0; b < blocks; b++) {
+                    NAME(words) x[OF_TILE];
+#pragma GCC unroll 4
+                    for (int v = 0; v < OF_TILE; v++) {
+                        memcpy(&x[v], from + b * values->block_stride + v * WIDTH * 2, sizeof x[v]);
+                        x[v] = odd ? x[v] & 0xffff0000u : x[v] << 16;
+                    }
 #pragma GCC unroll 8
-                    for (int c = 0; c < count; c++) s[c][v] += w[c] * (NAME(floats))x;
+                    for (int c = 0; c < count; c++)
+#pragma GCC unroll 4
+                        for (int v = 0; v < OF_TILE; v++) s[c][b * OF_TILE + v] += w[c] * (NAME(floats))x[v];
                 }
             }
     }
