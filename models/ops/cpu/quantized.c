@@ -120,7 +120,7 @@ static void stage_row(struct quantized_bench *bench, enum isa isa, int64_t row, 
     int32_t *offsets = bench->offsets + tile * STEPS * LANES + place;
 #if HAS_X86
     if (isa == WITH_AVX2 || isa == WITH_AVX_VNNI) {
-        avx2_stage_blocks(to, scales, offsets, x, inputs, weight_bits);
+        avx2_stage_blocks(to, scales, offsets, x, inputs, weight_bits, isa == WITH_AVX2 && weight_bits == 4);
         return;
     }
 #endif
@@ -169,12 +169,12 @@ static void clear(float *sums, int64_t count) {
     }
 }
 
-/* How many of `rows` staged rows are multiplied by a whole panel before the next ones. If vectors multiply many rows by a
+/* How many of `rows` staged rows are multiplied by a whole panel before the next ones. If AVX-512 multiplies many rows by a
  * small panel, so few that their sums stay in the first cache until they are rounded, otherwise all. */
 static int64_t rows_at_once(const struct place *at, int64_t rows, int64_t inputs) {
     int64_t bytes = parts(inputs, BLOCK) * bytes_of_block(at->bits);
     int is_whole = rows > FEW_ROWS && bytes <= WHOLE_PANEL && !quantized_products(at->isa, rows, at->bits)->unpacks;
-    return is_whole ? LANES : rows;
+    return is_whole && at->isa != WITH_AVX2 ? LANES : rows;
 }
 
 /* Sums of `rows` staged rows from `first` on, of `all` staged ones, times one panel. If these are all, as many blocks at

@@ -121,8 +121,10 @@ static inline void set_offsets(int32_t *offsets, const int32_t totals[STEPS], in
 }
 
 #if HAS_X86
-/* `stage_blocks` of quantized.c by AVX2, with the same results: vectors of 64 bytes take five times as long there. */
-void avx2_stage_blocks(int8_t *to, float *scales, int32_t *offsets, const bf16 *x, int64_t inputs, int64_t weight_bits);
+/* `stage_blocks` of quantized.c by AVX2, with the same results: vectors of 64 bytes take five times as long there. With
+ * `in_halves`, an offset has two of 16 bits: of the first two inputs of fours, and of the other two. */
+void avx2_stage_blocks(int8_t *to, float *scales, int32_t *offsets, const bf16 *x, int64_t inputs, int64_t weight_bits,
+                       int in_halves);
 #endif
 
 /* `greedy_head` with such a weight. */

@@ -1,8 +1,10 @@
 /* Products with quantised weights by AVX2, see quantized.h: sums of two products of bytes have 16 bits.
  *
- * At 4 bits eight of these sums fit 16 bits, which halves the operations of widening them for each: 16 fours of inputs take
- * 16 products, 16 additions, and four operations to widen two sums. Loops are unrolled only as far as registers are
- * reused, since code that leaves the cache of decoded instructions runs at half the speed.
+ * At 4 bits the sums of a whole step fit 16 bits, as values without MIDDLE are -8 to 7: half of each four's inputs, 32 of
+ * them, add up to at most 32 * 8 * 127, less than 2^15. Sums with MIDDLE wrap around, and begin with the offset of their
+ * half, so that they end within that range. So a step takes 16 products, 16 additions, and one operation to widen the sum.
+ * Loops are unrolled only as far as registers are reused, since code that leaves the cache of decoded instructions runs at
+ * half the speed.
  *
  * Additions and conversions run on the units that multiply, too: a product and an addition take 0.6 cycles on Zen 3
  * instead of 0.5. So many rows are multiplied by bytes that 4 bits were expanded to once for all of them. */
@@ -14,7 +16,7 @@
 
 #define ROWS 4
 #define MOST_VECTORS 4 /* of 8 outputs */
-#define PART 8         /* fours of inputs: 8 * 2 * 15 * 127 is less than 2^15 */
+#define PART 8         /* fours of inputs, for which loops are unrolled */
 #define PARTS (STEP_INPUTS / FOUR / PART) /* of a step */
 
 AVX2 INLINE __m256i four_of(const int8_t *x) {
@@ -40,7 +42,15 @@ AVX2 INLINE int32_t of_eight(__m256i v, int is_sum) {
     return _mm_cvtsi128_si32(folded(four, _mm_shuffle_epi32(four, 0xb1), is_sum));
 }
 
-AVX2 INLINE float stage_block(int8_t *to, int32_t *offsets, const bf16 *x, int64_t count, int64_t weight_bits) {
+/* The offsets of both halves of fours, in 16 bits each; `total`: of the inputs of two fours. */
+AVX2 INLINE int32_t halves_offset(__m256i total) {
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1));
+    return (-MIDDLE * _mm_cvtsi128_si32(four) & 0xffff) | (int32_t)((uint32_t)(-MIDDLE * _mm_extract_epi32(four, 2)) << 16);
+}
+
+AVX2 INLINE float stage_block(int8_t *to, int32_t *offsets, const bf16 *x, int64_t count, int64_t weight_bits,
+                              int in_halves) {
     bf16 padded[BLOCK];
     if (count < BLOCK) {
         memset(padded, 0, sizeof padded);
@@ -69,16 +79,17 @@ AVX2 INLINE float stage_block(int8_t *to, int32_t *offsets, const bf16 *x, int64
             _mm256_storeu_si256((void *)(to + step * BYTES_OF_TILE + i),
                                 _mm256_permutevar8x32_epi32(bytes, in_order_of_memory));
         }
-        totals[step] = of_eight(total, 1);
+        if (in_halves) offsets[step * LANES] = halves_offset(total);
+        else totals[step] = of_eight(total, 1);
     }
-    set_offsets(offsets, totals, weight_bits);
+    if (!in_halves) set_offsets(offsets, totals, weight_bits);
     return scale.of_values;
 }
 
 AVX2 void avx2_stage_blocks(int8_t *to, float *scales, int32_t *offsets, const bf16 *x, int64_t inputs,
-                            int64_t weight_bits) {
+                            int64_t weight_bits, int in_halves) {
     for (int64_t i = 0; i < inputs; i += BLOCK, to += STEPS * BYTES_OF_TILE, scales += LANES, offsets += STEPS * LANES)
-        *scales = stage_block(to, offsets, x + i, min64(BLOCK, inputs - i), weight_bits);
+        *scales = stage_block(to, offsets, x + i, min64(BLOCK, inputs - i), weight_bits, in_halves);
 }
 
 /* ---- products ---- */
@@ -87,9 +98,8 @@ AVX2 void avx2_stage_blocks(int8_t *to, float *scales, int32_t *offsets, const b
 INLINE int64_t place_of(int v, int bits) { return v / 2 * (BYTES_OF_TILE * bits / 8) + v % 2 * (LINE / 2); }
 
 /* Eight fours of rows by 4 bits. */
-AVX2 INLINE void add_part4(const int8_t *x, const char *tiles, __m256i i[ROWS][MOST_VECTORS], int rows, int vectors) {
-    const __m256i nibbles = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    __m256i s[ROWS][MOST_VECTORS];
+AVX2 INLINE void add_part4(const int8_t *x, const char *tiles, __m256i s[ROWS][MOST_VECTORS], int rows, int vectors) {
+    const __m256i nibbles = _mm256_set1_epi8(15);
 #pragma GCC unroll 4
     for (int line = 0; line < PART / 2; line++) {
         __m256i low[MOST_VECTORS], high[MOST_VECTORS];
@@ -102,19 +112,13 @@ AVX2 INLINE void add_part4(const int8_t *x, const char *tiles, __m256i i[ROWS][M
         for (int r = 0; r < rows; r++) {
             const int8_t *fours = x + r * STEP_INPUTS + line * 2 * FOUR;
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) {
-                __m256i made = _mm256_maddubs_epi16(low[v], four_of(fours));
-                s[r][v] = line ? in_order(_mm256_add_epi16(s[r][v], made)) : made;
-            }
+            for (int v = 0; v < vectors; v++)
+                s[r][v] = in_order(_mm256_add_epi16(s[r][v], _mm256_maddubs_epi16(low[v], four_of(fours))));
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; v++)
                 s[r][v] = in_order(_mm256_add_epi16(s[r][v], _mm256_maddubs_epi16(high[v], four_of(fours + FOUR))));
         }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) i[r][v] = _mm256_add_epi32(i[r][v], _mm256_madd_epi16(s[r][v], ones));
 }
 
 /* The same by 8 bits: two products of at most 127 * 127 fit 16 bits, no more. A weight's sign moves to the row. */
@@ -148,6 +152,7 @@ AVX2 SPECIALIZED void add_vectors(const struct quantized_rows *rows_of, int64_t 
     const float *scales = rows_of->scales + tile * LANES + place;
     const int32_t *offsets = rows_of->offsets + tile * STEPS * LANES + place;
     const char *at = panel->blocks;
+    const __m256i ones = _mm256_set1_epi16(1);
     sums += row * PANEL + first * 8;
     for (int64_t block = 0; block < panel->count; block++, at += panel->stride, scales += LANES) {
         const bf16 *weight_scales = (const bf16 *)at + first * 8;
@@ -167,6 +172,7 @@ AVX2 SPECIALIZED void add_vectors(const struct quantized_rows *rows_of, int64_t 
             if (bits == 8 && step + 1 < STEPS) continue;
             for (int v = 0; v < vectors; v++) {
                 __m256 by = widened(weight_scales + v * 8);
+                for (int r = 0; r < rows && bits == 4; r++) i[r][v] = _mm256_madd_epi16(i[r][v], ones);
                 for (int r = 0; r < rows; r++)
                     f[r][v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i[r][v]), by, f[r][v]);
             }
@@ -247,9 +253,10 @@ AVX2 SPECIALIZED void add_tile(const struct quantized_rows *rows_of, int64_t row
         const bf16 *weight_scales = (const bf16 *)at + tile * LANES;
         __m256 f[ROWS][OF_TILE];
         for (int step = 0; step < STEPS; step++, x += BYTES_OF_TILE, offsets += LANES, weight_scales += PANEL) {
-            __m256i i[ROWS][OF_TILE];
+            __m256i s[ROWS][OF_TILE];
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < OF_TILE; v++) s[r][v] = _mm256_set1_epi32(offsets[r]);
             for (int part = 0; part < PARTS; part++, line += PART * LINE) {
-                __m256i s[ROWS][OF_TILE];
                 if (ahead) fetch(ahead, step * PARTS + part, STEPS * PARTS);
 #pragma GCC unroll 8
                 for (int l = 0; l < PART; l++) {
@@ -258,22 +265,15 @@ AVX2 SPECIALIZED void add_tile(const struct quantized_rows *rows_of, int64_t row
                     for (int r = 0; r < rows; r++) {
                         __m256i four = four_of(x + r * STEP_INPUTS + (part * PART + l) * FOUR);
 #pragma GCC unroll 2
-                        for (int v = 0; v < OF_TILE; v++) {
-                            __m256i made = _mm256_maddubs_epi16(weight[v], four);
-                            s[r][v] = l ? in_order(_mm256_add_epi16(s[r][v], made)) : made;
-                        }
+                        for (int v = 0; v < OF_TILE; v++)
+                            s[r][v] = in_order(_mm256_add_epi16(s[r][v], _mm256_maddubs_epi16(weight[v], four)));
                     }
                 }
-                for (int r = 0; r < rows; r++)
-                    for (int v = 0; v < OF_TILE; v++) {
-                        __m256i before = part ? i[r][v] : _mm256_set1_epi32(offsets[r]);
-                        i[r][v] = _mm256_add_epi32(before, _mm256_madd_epi16(s[r][v], ones));
-                    }
             }
             for (int v = 0; v < OF_TILE; v++) {
                 __m256 by = widened(weight_scales + v * 8);
                 for (int r = 0; r < rows; r++) {
-                    __m256 found = _mm256_cvtepi32_ps(i[r][v]);
+                    __m256 found = _mm256_cvtepi32_ps(_mm256_madd_epi16(s[r][v], ones));
                     f[r][v] = step ? _mm256_fmadd_ps(found, by, f[r][v]) : _mm256_mul_ps(found, by);
                 }
             }
