@@ -4,6 +4,7 @@
 #include "vectors.h"
 
 #define STAGED_VALUES (1 << 20) /* of rows that a cached panel is multiplied by: 16 rows always fit */
+#define FEWER_VALUES (256 << 10) /* of these by AVX2, whose processors have smaller L2 caches and compute more slowly */
 #define WHOLE_PANEL (128 << 10) /* bytes of a panel that may be read again for each few rows */
 #define MOST_HELD 16            /* panels of gates that wait for those of the other half, if rows are few */
 #define AHEAD 8192              /* bytes between the read and the prefetched addresses of a weight */
@@ -46,8 +47,9 @@ _Static_assert(FEW_ROWS * MOST_HELD <= STAGED_ROWS * 2, "gates that wait have ro
 _Static_assert(BLOCKS_AT_ONCE * BYTES_OF_VALUES <= WHOLE_PANEL, "expanded blocks have room");
 _Static_assert(sizeof(struct quantized_bench) <= SCRATCH, "a thread's scratch holds it");
 
-static int64_t staged_rows(int64_t blocks) {
-    return max64(LANES, min64(STAGED_ROWS, STAGED_VALUES / (blocks * BLOCK)) & -(int64_t)TWO_TILES);
+static int64_t staged_rows(enum isa isa, int64_t blocks) {
+    int64_t values = isa == WITH_AVX2 ? FEWER_VALUES : STAGED_VALUES;
+    return max64(LANES, min64(STAGED_ROWS, values / (blocks * BLOCK)) & -(int64_t)TWO_TILES);
 }
 
 typedef int32_t eight __attribute__((vector_size(LANES * 2)));
@@ -229,9 +231,10 @@ static void multiply_panels(const struct linear *op, struct place *at, int64_t f
         }
 }
 
-static struct cut cut_rounded(const struct linear *op, int64_t bits, int64_t rows, int64_t panels, int threads) {
+static struct cut cut_rounded(const struct linear *op, int64_t bits, int64_t rows, int64_t panels,
+                              const struct worker *worker) {
     int64_t blocks = parts(op->in_features, BLOCK);
-    return cut_product(rows, staged_rows(blocks), blocks * bytes_of_block(bits), panels, threads);
+    return cut_product(rows, staged_rows(worker->isa, blocks), blocks * bytes_of_block(bits), panels, worker->threads);
 }
 
 /* Tasks: as `struct cut` says. */
@@ -239,7 +242,7 @@ void quantized_linear(const void *arguments, const struct step *step, struct wor
     const struct quantized_linear *quantized = arguments;
     const struct linear *op = &quantized->linear;
     int64_t rows = step->num_tokens, panels = parts(op->out_features, PANEL);
-    const struct cut cut = cut_rounded(op, quantized->bits, rows, panels, worker->threads);
+    const struct cut cut = cut_rounded(op, quantized->bits, rows, panels, worker);
     struct place at = prepare(worker, quantized->bits);
     at.is_large = rows > FEW_ROWS;
     for (struct share share; take_share(&cut, worker, &share);)
@@ -286,7 +289,7 @@ void quantized_gated_linear(const void *arguments, const struct step *step, stru
     const struct quantized_gated_linear *quantized = arguments;
     const struct linear *op = &quantized->gated.linear;
     int64_t rows = step->num_tokens, panels = op->out_features / PANEL / 2;
-    const struct cut cut = cut_rounded(op, quantized->bits, rows, panels, worker->threads);
+    const struct cut cut = cut_rounded(op, quantized->bits, rows, panels, worker);
     struct place at = prepare(worker, quantized->bits);
     at.is_large = rows > FEW_ROWS;
     for (struct share share; take_share(&cut, worker, &share);) {
@@ -306,7 +309,7 @@ void quantized_greedy_head(const struct greedy_head *op, const struct step *step
                                    .in_features = op->in_features,
                                    .out_features = op->out_features};
     int64_t panels = parts(op->out_features, PANEL);
-    const struct cut cut = cut_rounded(&product, op->bits, step->num_tokens, panels, worker->threads);
+    const struct cut cut = cut_rounded(&product, op->bits, step->num_tokens, panels, worker);
     struct place at = prepare(worker, op->bits);
     for (struct share share; take_share(&cut, worker, &share);) {
         int64_t at_once = rows_at_once(&at, share.count, product.in_features);
@@ -325,7 +328,7 @@ void quantized_grouped_linear(const void *arguments, const struct step *step, st
     const struct quantized_grouped_linear *quantized = arguments;
     const struct grouped_linear *op = &quantized->grouped;
     int64_t blocks = parts(op->in_features, BLOCK), panels = parts(op->out_features, PANEL);
-    int64_t at_once = staged_rows(blocks);
+    int64_t at_once = staged_rows(worker->isa, blocks);
     int64_t bytes = blocks * bytes_of_block(quantized->bits);
     int64_t share = panels_of_task(1, bytes, panels, worker->threads), shares = parts(panels, share);
     struct run run = {.number = -1, .group = -1};
