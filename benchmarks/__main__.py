@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import chart, decoding, front_end, hybrids, parallel, products, startup, step_time
+from benchmarks import chart, decoding, front_end, hybrids, operators, parallel, products, startup, step_time
 from benchmarks.report import PAGE, Table, machine, marked, put_section
 
 BENCHMARKS: dict[str, Callable[[], Table]] = {
@@ -17,6 +17,7 @@ BENCHMARKS: dict[str, Callable[[], Table]] = {
     "loading": startup.loading_table,
     "experts": decoding.experts_table,
     "products": products.products_table,
+    "operators": operators.operators_table,
     "hybrids": hybrids.hybrids_table,
     "quantization": decoding.quantization_table,
     "speculation": decoding.speculation_table,
