@@ -535,18 +535,18 @@ class HttpProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._stop(BadRequest(f"the request is HTTP/{version}; send it as HTTP/1.1"))
-        hosts = [index for index, (name, _) in enumerate(self.headers) if name == b"host"]
+        hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1:
             # A proxy may have checked another one than this server would.
             self._stop(BadRequest("the request has several Host headers; send one"))
         if not hosts and version == "1.1":
             self._stop(BadRequest("the request has no Host header; send one"))
-        host = self.headers[hosts[0]][1].strip() if hosts else b""
+        host = hosts[0].strip() if hosts else b""
         if (absolute := _ABSOLUTE.fullmatch(self.url)) is not None:
             host, path = absolute.groups()
             self.url = path if path.startswith(b"/") else b"/" + path
-            if hosts:
-                self.headers[hosts[0]] = (b"host", host)
+            self.headers[:] = [header for header in self.headers if header[0] != b"host"]
+            self.headers.append((b"host", host))
         if not self.url.startswith(b"/") or b"#" in self.url:
             self._stop(BadRequest("the request's target is no path; send one that begins with /, without a fragment"))
         match = _HOST.fullmatch(host)

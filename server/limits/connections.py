@@ -219,7 +219,7 @@ class Connection:
         self._body_bytes = 0
         """Bytes of the body that were received."""
         self._answer_bytes, self.answer_party = 0, party
-        """Bytes of a large answer that the application has yet to send, and the party that they are accounted to."""
+        """Bytes of a large answer of which a part is yet to be sent, and the party that they are accounted to."""
         self._unread, self._unread_since = 0, 0.0
         """Bytes that wait to be sent, and the time since which this number has not changed."""
         self._reading_since, self._taken_before = 0.0, -1
@@ -301,7 +301,7 @@ class Connection:
         return None
 
     def hold_answer(self, num_bytes: int, party: str) -> None:
-        """Note how many bytes of a large answer to the party's request the application has yet to send."""
+        """Note how many bytes of a large answer to the party's request are in memory until the last is sent."""
         if self.is_open:
             change, self._answer_bytes, self.answer_party = num_bytes - self._answer_bytes, num_bytes, party
             self._table.held_answer(self, change, is_held=num_bytes > 0)

@@ -293,7 +293,7 @@ class DeltaStream:
             self._on_full(self)
 
     def close(self) -> None:
-        """Drop all deltas: the client is gone, and nothing is taken any more."""
+        """Drop the backlog: the client has gone, or reads too slowly, and the sequences have ended or will."""
         self._on_growth(-self._num_bytes)
         self._num_bytes = 0
         self._backlog = {}

@@ -177,14 +177,15 @@ class _LargeResponse(Response):
 async def _send_in_pieces(content: bytes, scope: Scope, send: Send) -> None:
     """Send a part of a body. Other clients are served between its pieces.
 
-    The connection is notified of what is left: where much is held for clients that hardly read, some must end.
+    The connection is notified of the bytes, all of which stay in memory until the last is sent: where much is held for
+    clients that hardly read, some must end.
     """
     state = scope.get("state", {})
     hold: Callable[[int, str], object] = state.get("hold_answer", _hold_nothing)
     party = state["owner"].party if "owner" in state else ""
+    hold(len(content), party)
     try:
         for start in range(0, len(content), PIECE_BYTES):
-            hold(len(content) - start, party)
             piece = content[start : start + PIECE_BYTES]
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             await asyncio.sleep(0)
