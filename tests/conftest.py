@@ -19,6 +19,7 @@ from tests.processor_time import (
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+from tests.run_folder import run_folder
 from tests.worker_order import worker_order
 
 __all__ = [
@@ -41,13 +42,16 @@ if not any(any(Path("/dev").glob(device)) for device in ("kfd", "nvidia[0-9]*", 
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="kaon-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
+# The first process of a run makes it, so that those of xdist inherit it.
+run_folder()
+
 # A shell that runs the tests in the background has them ignore Ctrl-C, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A test passes or fails for what it tests: with the same examples each time, as long as they may take. Those of
-# `make test-long` are drawn anew, twice as many where a test does not give their number.
+# `make test-long` are drawn anew, four times as many where a test does not give their number.
 settings.register_profile("anew", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("ci"), max_examples=50)
+settings.register_profile("ci", settings.get_profile("ci"), max_examples=25)
 settings.load_profile("ci")
 
 # Other people's clients, each in an environment of its own: `make conformance`.

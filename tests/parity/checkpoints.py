@@ -1,8 +1,13 @@
 """Small, seeded, complete Hugging Face checkpoints with random weights, for any test that needs a model to load."""
 
+import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -17,6 +22,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from tests.run_folder import run_folder
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -52,7 +59,8 @@ def make_checkpoint(
     """Write config, weights, tokenizer and chat template into `directory`, which is returned.
 
     `overrides` are fields of the transformers config; `vocab_size` must be at least 259. Weights are random with
-    scales for which attention is far from uniform and every bias and norm matters.
+    scales for which attention is far from uniform and every bias and norm matters. A checkpoint is made once in a run,
+    and then copied: tests make some of them hundreds of times.
     """
     if isinstance(family, str):
         family = _FAMILIES[family]
@@ -68,9 +76,30 @@ def make_checkpoint(
         "bos_token_id": None,
         "eos_token_id": 2,
         "pad_token_id": 0,
-        # transformers' configurations complete sections of their arguments in place.
-        **deepcopy({**family.defaults, **overrides}),
+        **family.defaults,
+        **overrides,
     }
+    # Whether it is made or copied, tests draw the same random numbers after it. transformers' configurations complete
+    # sections of their arguments in place: so copies of the fields.
+    with torch.random.fork_rng(devices=[]):
+        write = partial(_write, family, deepcopy(fields), seed, dtype, max_shard_size)
+        if not isinstance(family.config_class, type):  # A function may depend on more than its name.
+            write(directory)
+            return directory
+        of = repr((family.config_class, family.model_class, fields, family.norm_mean, seed, dtype, max_shard_size))
+        made = run_folder() / hashlib.sha256(of.encode()).hexdigest()[:32]
+        if not made.exists():
+            writing = Path(tempfile.mkdtemp(dir=made.parent))
+            write(writing)
+            with suppress(OSError):  # Another process has made it meanwhile.
+                writing.rename(made)
+    shutil.copytree(made, directory, copy_function=shutil.copy, dirs_exist_ok=True)
+    return directory
+
+
+def _write(
+    family: Family, fields: dict[str, Any], seed: int, dtype: torch.dtype, max_shard_size: str, directory: Path
+) -> None:
     model = family.model_class(family.config_class(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -98,7 +127,6 @@ def make_checkpoint(
         model.generation_config.eos_token_id = fields["eos_token_id"]
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     _write_tokenizer(directory, fields["vocab_size"])
-    return directory
 
 
 def edit_json(path: Path, **changes: Any) -> None:
