@@ -1,7 +1,7 @@
 """`HOSTILE`: requests that are meaningless or expensive, by endpoint. Sent by `test_hostile_requests`."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from tests.e2e.kaon_server import MODEL
@@ -420,11 +420,11 @@ MESSAGES: dict[str, dict[str, Any]] = {
 TOKENIZE: dict[str, dict[str, Any]] = {
     "a lone surrogate": {"prompt": "\ud800"},
     "a number": {"prompt": 5},
-    "nothing": {},
+    "neither form": {},
     "both forms": {"messages": [{"role": "user", "content": "a"}]},
     "a message with a lone surrogate": {"prompt": None, "messages": [{"role": "user", "content": "\ud800"}]},
 }
-TOKENIZE["nothing"]["prompt"] = None
+TOKENIZE["neither form"]["prompt"] = None
 
 DETOKENIZE: dict[str, dict[str, Any]] = {
     **{f"the token {name}": {"tokens": [value]} for name, value in TOKEN_IDS.items()},
@@ -468,10 +468,19 @@ _ENDPOINTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
 PATHS = tuple(_ENDPOINTS)
 
 
-def hostile(path: str) -> Iterator[Hostile]:
-    """The requests to one endpoint."""
+def hostile(path: str, but: Collection[str] = ()) -> Iterator[Hostile]:
+    """The requests to one endpoint, apart from those of some names."""
     right, wrongs = _ENDPOINTS[path]
     for name, wrong in wrongs.items():
-        yield Hostile(name, path, json.dumps({**right, **wrong}).encode())
+        if name not in but:
+            yield Hostile(name, path, json.dumps({**right, **wrong}).encode())
     for name, body in RAW.items():
-        yield Hostile(name, path, body)
+        if name not in but:
+            yield Hostile(name, path, body)
+
+
+def hostile_at_first(path: str) -> Iterator[Hostile]:
+    """Those that no earlier endpoint has under the same name; Anthropic's form of errors is its own."""
+    ours = [each for each in PATHS if each.startswith("/v1/messages") == path.startswith("/v1/messages")]
+    earlier = ours[: ours.index(path)]
+    return hostile(path, {name for other in earlier for name in (*_ENDPOINTS[other][1], *RAW)})

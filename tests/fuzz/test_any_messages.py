@@ -29,7 +29,7 @@ def drawn(count: int) -> list[bytes]:
     return bodies
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
 async def test_any_body_is_answered_or_refused_and_disturbs_no_other(server: KaonServer, count: int) -> None:
     bodies = await asyncio.to_thread(drawn, count)
     async with httpx.AsyncClient(base_url=server.url, timeout=START_SECONDS, verify=PLAIN_HTTP) as http:

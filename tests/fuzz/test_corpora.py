@@ -8,7 +8,7 @@ import pytest
 from tests.fuzz import run
 from tests.fuzz.targets import CORPORA, TARGETS
 
-MUTATIONS = 40
+MUTATIONS = 15
 """Number of mutations of each input of a corpus."""
 LONG_MINUTES = 5.0
 

@@ -117,7 +117,7 @@ def send(server: KaonServer, path: str, count: int) -> dict[int, int]:
     return seen
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", RIGHT)
 def test_whatever_is_sent_is_answered_or_refused(
     scorer: KaonServer, embedder: KaonServer, path: str, count: int, record_property: Any
@@ -132,7 +132,7 @@ def test_whatever_is_sent_is_answered_or_refused(
 async def test_a_neighbours_stream_is_as_alone(embedder: KaonServer, path: str) -> None:
     async with httpx.AsyncClient(base_url=embedder.url, timeout=120) as http:
         alone = await neighbour(http)
-        load = asyncio.create_task(asyncio.to_thread(send, embedder, path, 60))
+        load = asyncio.create_task(asyncio.to_thread(send, embedder, path, 20))
         streams = 0
         while not load.done() or not streams:
             assert await neighbour(http) == alone

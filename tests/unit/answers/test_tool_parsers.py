@@ -39,20 +39,22 @@ def ids(written: Written) -> str:
     return f"{written.dialect}-{written.text[:40]}"
 
 
+@pytest.mark.parametrize("apart", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("written", TEXTS, ids=ids)
-def test_a_text_is_taken_apart_the_same_however_it_is_cut(written: Written) -> None:
+def test_a_text_is_taken_apart_the_same_however_it_is_cut(written: Written, apart: int) -> None:
     text = written.text
     assert parsed(parser(written.dialect), text) == written.answer
     assert parsed(parser(written.dialect), *text) == written.answer
-    for cut in range(1, len(text)):
+    for cut in range(1 + TEXTS.index(written) % apart, len(text), apart):
         assert parsed(parser(written.dialect), text[:cut], text[cut:]) == written.answer
 
 
+@pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("written", texts_in_short_form(TEXTS, one_each=True))
-def test_two_cuts_within_a_markers_length_change_nothing(written: Written) -> None:
+def test_two_cuts_within_a_markers_length_change_nothing(written: Written, apart: int) -> None:
     text, whole = written.text, written.answer
-    for first in range(1, len(text) - 1, 2):
-        for second in range(first + 1, min(first + LONGEST_MARKER, len(text))):
+    for first in range(1, len(text) - 1, apart):
+        for second in range(first + 1, min(first + LONGEST_MARKER, len(text)), apart):
             assert parsed(parser(written.dialect), text[:first], text[first:second], text[second:]) == whole
 
 
