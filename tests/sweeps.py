@@ -1,7 +1,7 @@
-"""`sweep`: all combinations of some axes' values in `make test-long`, a selection of them in `make test`."""
+"""What `make test` selects of a sweep that `make test-long` runs whole: `sweep` of several axes, `some` of one."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -29,6 +29,13 @@ def sweep(together: int = 1, /, **axes: Sequence[Any] | Mapping[str, Any]) -> py
         marks = () if places in selected else pytest.mark.slow
         forms.append(pytest.param(*values, marks=marks, id="-".join(map(str, names)) if all(names) else None))
     return pytest.mark.parametrize(tuple(axes), forms)
+
+
+def some(values: Iterable[Any], *short: Any) -> list[Any]:
+    """A parameter's values, for `parametrize`; those that are not in `short` are in the long form only."""
+    values = list(values)
+    assert all(each in values for each in short), f"of {short} some are not among {values}"
+    return [pytest.param(each, marks=() if each in short else pytest.mark.slow) for each in values]
 
 
 def selection(sizes: Sequence[int], together: int) -> set[tuple[int, ...]]:

@@ -113,6 +113,7 @@ async def test_every_answer_is_the_same_when_the_core_stops_without_dying(
     assert mortal.restarts() == restarts + 1
 
 
+@pytest.mark.slow  # With a stub core: tests/e2e/test_core_restarts.py.
 async def test_a_prompt_goes_on_when_the_core_is_killed_in_the_midst_of_its_chunks(start_server: StartServer) -> None:
     server = start_server("--max-num-batched-tokens", "16")
     fields = {**ENDLESS, "max_tokens": 20, "stream": True, "stream_options": {"include_usage": True}}
@@ -176,6 +177,7 @@ async def test_what_is_asked_while_the_core_starts_again_waits_for_it(
     assert mortal.metric(ABORTED) == aborted + sequences
 
 
+@pytest.mark.slow  # Dead once: tests/e2e/test_http_lifecycle.py.
 async def test_a_core_that_dies_again_and_again_ends_the_server_and_every_waiting_request(
     start_server: StartServer,
 ) -> None:

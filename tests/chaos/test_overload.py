@@ -102,7 +102,7 @@ async def test_clients_that_retry_when_asked_to_are_all_admitted(narrow: ChaosSe
     assert after[answers] == before[answers] + clients
 
 
-@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
 async def test_in_a_tenfold_overload_refused_requests_only_get_a_retry_time(
     seconds: int, narrow: ChaosServer, record_property: Any
 ) -> None:

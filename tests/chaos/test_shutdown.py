@@ -99,8 +99,10 @@ def maps_and_files(pid: str) -> str:
     return "\n".join(found)
 
 
-# While it serves: tests/e2e/test_core_process.py.
-@pytest.mark.parametrize("moment", [pytest.param("serving", marks=pytest.mark.slow), "stopped", "restarting"])
+# With a stub core, at other moments: tests/e2e/test_core_process.py.
+@pytest.mark.parametrize(
+    "moment", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("serving", "stopped")), "restarting"]
+)
 def test_a_killed_server_leaves_no_process_no_socket_and_no_shared_memory(
     moment: str, start_server: StartServer, temporary_directory: Path
 ) -> None:

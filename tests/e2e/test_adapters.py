@@ -95,6 +95,7 @@ def test_chats_and_responses_choose_an_adapter_too(served: KaonServer) -> None:
     assert len({text for _, text in chats}) == len(MODELS)
 
 
+@pytest.mark.slow  # By the server: the tests above.
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_offline_engine_takes_adapters_by_name(
     ranks: int, directory: Path, expected: dict[str, list[list[int]]]

@@ -214,6 +214,7 @@ def test_a_request_that_no_step_can_compute_ends_alone(
         assert guilty["finish_reason"] == "error"
 
 
+@pytest.mark.slow  # Ends of replicas: test_data_parallel.py.
 def test_busy_replicas_end_together_with_an_output_for_each_request(checkpoint: Path) -> None:
     with engine_of(checkpoint, 2) as engine:
         pids = engine._core.pids
@@ -284,6 +285,7 @@ def test_expert_parallelism_with_one_rank_is_refused() -> None:
         Config(parallel_config=ParallelConfig(enable_expert_parallel=True))
 
 
+@pytest.mark.slow  # A rank: test_tensor_parallel.py.
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [

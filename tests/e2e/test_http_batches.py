@@ -214,6 +214,7 @@ def test_no_line_is_lost_or_doubled_when_the_server_is_killed(
     kill_and_restart(start_server, tmp_path / "data", 100, 1, random.Random(4))
 
 
+@pytest.mark.slow  # Killed: the test above.
 def test_a_server_that_ends_waits_for_no_batch_and_the_next_one_goes_on(
     start_server: Callable[..., KaonServer], tmp_path: Path
 ) -> None:
@@ -233,6 +234,7 @@ def test_a_server_that_ends_waits_for_no_batch_and_the_next_one_goes_on(
         assert ended(client, batch).status == "cancelled"
 
 
+@pytest.mark.slow  # Offline: test_a_full_disk_is_a_sentence; shares: tests/unit/server/test_batch_store.py.
 def test_a_full_disk_and_a_full_share_refuse_an_upload_in_words(
     start_server: Callable[..., KaonServer], tmp_path: Path
 ) -> None:

@@ -253,6 +253,7 @@ def test_a_reranker_answers_other_endpoints_with_a_404_in_words(
     assert "/rerank" in error(answer)["message"]
 
 
+@pytest.mark.slow  # Endpoint and model: tests/fuzz/test_hostile_pooling.py, tests/parity/test_pooling.py.
 def test_a_classifier_names_the_most_probable_class(tmp_path: Path) -> None:
     server = serve(tmp_path, qwen3_classifier(tmp_path / "model", num_labels=3))
     try:

@@ -149,7 +149,6 @@ def test_a_missing_checkpoint_is_one_sentence(start_server: StartServer, tmp_pat
     assert "Traceback" not in server.stderr
 
 
-@pytest.mark.slow  # The short form: tests/chaos/test_core_dies.py.
 def test_when_an_engine_that_may_not_restart_dies_streams_get_an_error_and_the_server_ends(
     start_server: StartServer,
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_key_finds_its_own_prefixes_and_those_of_its_group_and_no_others(team:
     assert cached(team, "second") == found
 
 
+@pytest.mark.slow  # Shares of connections: tests/unit/limits/test_connections.py.
 def test_a_key_that_holds_connections_leaves_some_to_others(tmp_path: Path) -> None:
     """Readers of one background response wait in no queue, and each of them is served while it runs."""
     team = Team(tmp_path, max_connections=16)

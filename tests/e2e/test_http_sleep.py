@@ -150,6 +150,7 @@ def test_what_it_does_not_do_is_refused(served: KaonServer, path: str, words: st
     assert not sleeps(served)
 
 
+@pytest.mark.slow  # Awake: the end of `served`.
 def test_a_sleeping_server_ends_in_order(tmp_path: Path) -> None:
     running = KaonServer(tmp_path / "log", free_port(), model=str(make_checkpoint(tmp_path / "base"))).ready()
     assert call(running, "/sleep?level=2").status_code == 200

@@ -77,6 +77,7 @@ def test_two_ranks_give_an_encoders_vectors(tmp_path: Path) -> None:
         assert_close(engine.embed(TEXTS), reference(path))
 
 
+@pytest.mark.slow  # One rank: the test above; ranks: test_tensor_parallel.py.
 def test_two_ranks_pool_a_language_model_next_to_generation(checkpoint: Path) -> None:
     settings: dict[str, Any] = {"task": ("generate", "embed"), "max_num_batched_tokens": 64, "max_num_seqs": 16}
     with engine_of(checkpoint, parallel_config={"tensor_parallel_size": 2}, cpu_threads=1, **settings) as engine:

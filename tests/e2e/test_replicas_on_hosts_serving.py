@@ -155,6 +155,7 @@ def test_replicas_on_two_hosts_exchange_tokens_for_their_experts_also_after_a_co
     assert "Traceback" not in host.stderr
 
 
+@pytest.mark.slow  # A killed core: the test above; hosts: test_replicas_on_hosts.py.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_requests_over_both_hosts_go_on_when_a_host_that_vanished_has_joined_again(

@@ -151,6 +151,7 @@ def test_a_host_with_another_key_is_turned_away_and_the_engine_says_who_never_ca
     assert "Traceback" not in host.stderr
 
 
+@pytest.mark.slow  # The differences: tests/unit/distributed/test_cluster.py.
 @pytest.mark.parametrize(
     ("differing", "sentence"),
     [
@@ -322,6 +323,7 @@ def test_a_host_says_why_the_server_failed_beside_an_engine_that_loads(
     assert "Traceback" not in host.stderr
 
 
+@pytest.mark.slow  # With their parent: test_tensor_parallel.py.
 def test_ranks_end_with_a_host_that_is_stopped_and_killed(port: int, start_host: Callable[..., KaonHost]) -> None:
     host = start_host(port)
     with first_host(port, max_core_restarts=0):

@@ -66,6 +66,7 @@ def test_a_process_killed_while_it_drafts_changes_no_answer(
         assert num_accepted(engine) > 0, "of the other core"
 
 
+@pytest.mark.slow  # Without processes: tests/parity/test_model_drafters.py.
 def test_a_head_that_returns_nan_from_some_token_on_changes_no_answer(tmp_path: Path) -> None:
     """The head has an embedding of its own, with NaN for a token; all later entries of a sequence read this one."""
     [answer, *_] = expected()

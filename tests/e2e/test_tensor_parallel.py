@@ -123,6 +123,7 @@ def test_requests_go_on_when_a_rank_is_killed(pair: LLMEngine, caplog: pytest.Lo
     pytest.fail("each request ended before the rank was killed")
 
 
+@pytest.mark.slow  # Killed: the test above; stalls: tests/unit/client/test_supervisor_stalls.py.
 def test_requests_go_on_when_a_rank_is_stopped(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

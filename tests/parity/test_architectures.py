@@ -11,12 +11,14 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.architectures.registry import ARCHITECTURES
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.paged_model import PagedModel, Reference, assert_computes, prompt
+from tests.parity.paged_model import PagedModel, Reference, distribution, prompt
 from tests.parity.runners import steps
 from tests.parity.test_worker_model_runner import runner_for
-from tests.parity.variants import DERIVED, Variant, all_variants, first_of_each, short_form
+from tests.parity.tolerance import assert_within
+from tests.parity.variants import KINDS, Variant, all_variants, first_of_each, short_form
 
 VARIANTS = all_variants()
+OTHERS = frozenset(ARCHITECTURES) - KINDS
 GREEDY_TOKENS = 20
 LONG_TOKENS = 64
 """In the long form."""
@@ -48,13 +50,16 @@ def test_every_architecture_has_three_variants() -> None:
 
 
 def test_prompt_log_probabilities_are_those_of_transformers(checkpoint: Path, reference: Reference) -> None:
-    model = PagedModel(checkpoint)
-    for length in (1, 37, 90):
-        tokens = prompt(length, seed=length)
-        assert_computes(reference, tokens, model.logits(tokens))
+    model, tokens = PagedModel(checkpoint), prompt(90, seed=90)
+    expected, bound = distribution(reference, tokens)
+    assert_within(model.logits(tokens).log_softmax(-1), expected, bound)
+    for length in (1, 37):
+        expected = reference.logits(tokens[:length]).log_softmax(-1)
+        assert_within(model.logits(tokens[:length]).log_softmax(-1), expected, bound[:length])
 
 
-@first_of_each(VARIANTS)
+# The others: by the operators, test_cpu_models compares their tokens in company with those alone.
+@first_of_each(VARIANTS, without=OTHERS)
 @pytest.mark.parametrize("count", [GREEDY_TOKENS, pytest.param(LONG_TOKENS, marks=pytest.mark.slow)])
 def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(
     checkpoint: Path, reference: Reference, count: int
@@ -93,7 +98,8 @@ def test_tokens_do_not_depend_on_the_size_of_blocks(architecture: str, tmp_path:
     assert found[1] == found[48] == found[16] == Reference(path).likeliest(prompts, found[16])
 
 
-@first_of_each(VARIANTS, without=DERIVED)
+# The others: test_cpu_models, by the operators.
+@first_of_each(VARIANTS, without=OTHERS)
 def test_bfloat16_errs_no_more_than_transformers_own(checkpoint: Path, reference: Reference) -> None:
     theirs = errors_by_token(reference, Reference(checkpoint, dtype=torch.bfloat16))
     ours = errors_by_token(reference, PagedModel(checkpoint, dtype=torch.bfloat16))

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tokenizers
 import transformers
 from tokenizers import models
 
 from engine.text.chat_template import ChatTemplate
+from tests.sweeps import sweep
 
 CHATML = """\
 {%- if tools %}
@@ -128,13 +128,16 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("source", [CHATML, HEADERS, INSTRUCTIONS], ids=["chatml", "headers", "instructions"])
-@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS.keys())
-@pytest.mark.parametrize("tools", [None, [TOOL, TOOL]], ids=["no tools", "tools"])
-@pytest.mark.parametrize(
-    "options",
-    [{"add_generation_prompt": True}, {"add_generation_prompt": False}, {"enable_thinking": False}],
-    ids=["prompted", "unprompted", "not thinking"],
+@sweep(
+    2,
+    source={"chatml": CHATML, "headers": HEADERS, "instructions": INSTRUCTIONS},
+    chat=CHATS,
+    tools={"no tools": None, "tools": [TOOL, TOOL]},
+    options={
+        "prompted": {"add_generation_prompt": True},
+        "unprompted": {"add_generation_prompt": False},
+        "not thinking": {"enable_thinking": False},
+    },
 )
 def test_the_prompt_equals_transformers(
     tmp_path: Path,

@@ -19,11 +19,12 @@ from models.ops.cpu.packed_weight import CodedWeight, PackedWeight
 from models.ops.weight_formats import Codes
 from tests.parity import quantized_checkpoints as q
 from tests.parity.paged_model import PagedModel, Row, prompt
-from tests.parity.test_quantization import FORMATS, deepseek_v4_as_published, first_family
+from tests.parity.test_cpu_operators import PATHS
+from tests.parity.test_quantization import FORMATS, OF_EACH_LAYOUT, deepseek_v4_as_published, first_family
 from tests.parity.thread_ranks import at_once, thread_ranks
+from tests.sweeps import some
 
 LOADED = runtime.load_library()
-PATHS = [] if LOADED is None else list(LOADED.available)
 pytestmark = pytest.mark.skipif(
     LOADED is None, reason="the operators were not built: install again where there is a C compiler"
 )
@@ -41,7 +42,7 @@ KINDS = [
 
 @pytest.fixture(params=PATHS, ids=runtime.INSTRUCTION_SETS.__getitem__)
 def each_path(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The operators on two threads, with each instruction set that this processor supports."""
+    """The operators on two threads, with an instruction set that this processor supports."""
     runtime.start(2, request.param)
     yield
     runtime.stop()
@@ -267,7 +268,7 @@ def use_experts_of(first: PagedModel, second: PagedModel) -> None:
                 layer.register_forward_pre_hook(hook)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", some(FORMATS, *OF_EACH_LAYOUT))
 def test_models_of_each_format_compute_the_same_bits(name: str, tmp_path: Path) -> None:
     runtime.start(2)
     shape = {"hidden_size": 256, "intermediate_size": 384}
@@ -314,7 +315,10 @@ def test_deepseek_v4_as_published_computes_the_same_bits(tmp_path: Path) -> None
     assert any(assert_same_logits(deepseek_v4_as_published(tmp_path, o_lora_rank=32, head_dim=32, index_head_dim=32)))
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "awq", "gptq, activation order", "compressed-tensors int8 channel"])
+@pytest.mark.parametrize(
+    "name",
+    some(["fp8 blocks", "awq", "gptq, activation order", "compressed-tensors int8 channel"], "fp8 blocks", "awq"),
+)
 def test_two_ranks_compute_the_same_bits(name: str, tmp_path: Path) -> None:
     """Their shares of inputs are whole groups, or the weight is made dense."""
     runtime.start(1)

@@ -21,7 +21,8 @@ from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, prompt
 from tests.parity.test_architectures import errors_by_token, generate
 from tests.parity.test_worker_model_runner import runner_for
-from tests.parity.variants import DERIVED, PARTLY_TORCH, Variant, all_variants, first_of_each, short_form
+from tests.parity.variants import DERIVED, KINDS, PARTLY_TORCH, Variant, all_variants, first_of_each
+from tests.sweeps import some
 
 needs_operators = pytest.mark.skipif(
     library.load_library() is None, reason="the operators were not built: install again where there is a C compiler"
@@ -118,14 +119,6 @@ SELECTING = {
 """Variants in which rounding selects other tokens or experts, nearly as good, as chance has it: with some weights Kaon
 errs more than transformers and with others less, so that several draws of weights are compared."""
 DRAWS = 3
-KINDS = frozenset(
-    {
-        *("LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM", "BloomForCausalLM"),
-        *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "Lfm2ForCausalLM", "Qwen3NextForCausalLM"),
-        "MambaForCausalLM",
-    }
-)
-"""One architecture for each kind of layer: attention with a window, sinks or slopes, latents, an indexer, states."""
 SIZED = [each for each in all_variants() if each.architecture in _SIZES]
 VARIANTS = [
     each
@@ -152,11 +145,7 @@ def _fields(variant: Variant) -> dict[str, Any]:
     return fields
 
 
-@pytest.fixture(
-    scope="module",
-    params=short_form(VARIANTS, without=DERIVED),
-    ids=lambda variant: f"{variant.architecture}: {variant.name}",
-)
+@pytest.fixture(scope="module")
 def variant(request: pytest.FixtureRequest) -> Variant:
     return request.param  # type: ignore[no-any-return]
 
@@ -220,7 +209,9 @@ def test_without_operators_each_products_weight_is_stored_once_as_onednn_reads_i
     assert all(each.untyped_storage().nbytes() == each.dtype.itemsize for each in packed)
 
 
+# The steps of others are made of the same operators.
 @needs_operators
+@first_of_each(VARIANTS, without=frozenset(ARCHITECTURES) - KINDS)
 def test_tokens_are_the_same_alone_and_in_company(variant: Variant, checkpoint: Path) -> None:
     assert_independent(checkpoint, is_one_call=variant.architecture not in PARTLY_TORCH)
 
@@ -306,7 +297,13 @@ def test_no_invariance_is_claimed_where_answers_may_depend_on_others(
 
 @needs_operators
 # The other architectures' variants assert this while they compute tokens, in the test above.
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name in DERIVED or name not in _COMPUTED])
+@pytest.mark.parametrize(
+    "name",
+    some(
+        [name for name in ARCHITECTURES if name in DERIVED or name not in _COMPUTED],
+        *(name for name in ARCHITECTURES if name not in _COMPUTED),
+    ),
+)
 def test_a_step_is_one_call_where_docs_say_so(name: str, tmp_path: Path) -> None:
     first = next(each for each in all_variants() if each.architecture == name)
     path = make_checkpoint(tmp_path, first.family, dtype=torch.bfloat16, **_fields(first))

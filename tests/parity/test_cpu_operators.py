@@ -32,7 +32,11 @@ LIBRARY = library.load_library()
 pytestmark = pytest.mark.skipif(
     LIBRARY is None, reason="the operators were not built: install again where there is a C compiler"
 )
-PATHS = () if LIBRARY is None else LIBRARY.available
+PATHS = [
+    pytest.param(isa, marks=() if isa == LIBRARY.isa else pytest.mark.slow)
+    for isa in (() if LIBRARY is None else LIBRARY.available)
+]
+"""Sets of instructions: the best that this processor runs; the others in the long form, and by `make test-paths`."""
 
 
 @pytest.fixture(params=PATHS, ids=library.INSTRUCTION_SETS.__getitem__)

@@ -61,7 +61,7 @@ def compile_with(
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("rounds", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [1, pytest.param(60, marks=pytest.mark.slow)])
 def test_no_operator_leaves_its_memory(rounds: int, tmp_path: Path) -> None:
     """AMX's tiles are in software, so that processors without AMX check its path, too."""
     arguments = (CHECKS, "-fno-sanitize-recover=all", "-shared", "-fPIC")
@@ -81,7 +81,7 @@ def test_no_operator_leaves_its_memory(rounds: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("programs", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("programs", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_threads_share_nothing_unordered(programs: int, tmp_path: Path) -> None:
     built, program = tmp_path / "pool", Path(__file__).with_name("cpu_pool.c")
     compile_with("libtsan.so", built, "-fsanitize=thread", more=[program])

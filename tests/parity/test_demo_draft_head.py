@@ -106,7 +106,7 @@ class Recorded(Steps):
 
 
 @pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
-@sweep(2, drafter=["another model", "head"], sampling=[*SAMPLING], shape=["few blocks", "chunks and a short context"])
+@sweep(drafter=["another model", "head"], sampling=[*SAMPLING], shape=["few blocks", "chunks and a short context"])
 def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
     drafter: str, sampling: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ from tests.parity.test_model_drafters import K, by_model, by_rejection, endless
 from tests.parity.test_speculative_decoding import sequences
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
+from tests.sweeps import some
 
 __all__ = ["checkpoint", "triton_kernels"]
 
@@ -95,7 +96,9 @@ class Noted(Ahead):
         return self.scheduler.total_accepted_tokens / max(1, self.scheduler.total_draft_tokens)
 
 
-@pytest.mark.parametrize("name", [each for each in CASES if each != "MTP, latents"])
+@pytest.mark.parametrize(
+    "name", some([each for each in CASES if each != "MTP, latents"], "the model itself", "MTP, recurrent states")
+)
 def test_drafts_one_step_ahead_change_no_answer(name: str, tmp_path: Path) -> None:
     case = CASES[name](tmp_path)
     expected = answers(waiting(runner_for(case.target), endless()))
@@ -110,11 +113,11 @@ def test_drafts_one_step_ahead_change_no_answer(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "fields",
     [
-        {"eos_token_id": 17, "stop_token_ids": (60, 5)},
+        pytest.param({"eos_token_id": 17, "stop_token_ids": (60, 5)}, marks=pytest.mark.slow),
         {"scheduling_policy": "mixed", "max_num_batched_tokens": 20, "max_num_seqs": 3},
         {"max_num_batched_tokens": 24, "num_kvcache_blocks": 8, "max_model_len": 128},
-        {"max_model_len": 72, "num_kvcache_blocks": 40},
-        {"enable_prefix_caching": False, "max_num_seqs": 2},
+        pytest.param({"max_model_len": 72, "num_kvcache_blocks": 40}, marks=pytest.mark.slow),
+        pytest.param({"enable_prefix_caching": False, "max_num_seqs": 2}, marks=pytest.mark.slow),
     ],
     ids=["stops", "mixed", "preempted", "at the end of the context", "few slots"],
 )
@@ -135,7 +138,7 @@ def test_in_any_company_answers_are_those_without_drafts(checkpoint: Path, field
     assert answers(ahead.run(some())) == expected
 
 
-@pytest.mark.parametrize("name", ["the model itself", "EAGLE"])
+@pytest.mark.parametrize("name", some(["the model itself", "EAGLE"], "EAGLE"))
 def test_no_row_reads_what_the_step_before_it_left_where_it_has_no_draft(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +219,7 @@ def test_drafts_of_which_some_are_accepted(checkpoint: Path, hidden_layers: tupl
     assert len(ahead.unknown) > 3
 
 
-@pytest.mark.parametrize("version", FAULTS)
+@pytest.mark.parametrize("version", some(FAULTS, "sometimes NaN", "outside of the vocabulary"))
 def test_a_broken_drafter_costs_no_answer_one_step_ahead(version: str, checkpoint: Path) -> None:
     expected = answers(waiting(runner_for(checkpoint), endless()))
     drafter, hidden_layers = FAULTS[version]
@@ -275,7 +278,7 @@ def test_what_a_dead_core_generated_goes_on_ahead(checkpoint: Path) -> None:
     assert again.acceptance == 1.0
 
 
-@pytest.mark.parametrize("name", ["the model itself", "EAGLE", "MTP, recurrent states"])
+@pytest.mark.parametrize("name", some(["the model itself", "EAGLE", "MTP, recurrent states"], "EAGLE"))
 def test_on_two_ranks_the_devices_count_what_rank_0_accepts(name: str, tmp_path: Path) -> None:
     case = CASES[name](tmp_path)
     expected = answers(waiting(runner_for(case.target), endless()))
@@ -293,7 +296,7 @@ def test_on_two_ranks_the_devices_count_what_rank_0_accepts(name: str, tmp_path:
     assert sum(message.drafts_on_device for message in ranks.messages) >= len(ahead.unknown)
 
 
-@pytest.mark.parametrize("name", ["the model itself", "EAGLE", "EAGLE-3"])
+@pytest.mark.parametrize("name", some(["the model itself", "EAGLE", "EAGLE-3"], "EAGLE-3"))
 def test_graphs_of_every_length_replay_and_the_host_waits_for_no_step_before_it_launches_the_next(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

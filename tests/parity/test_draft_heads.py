@@ -37,6 +37,7 @@ from tests.parity.test_model_drafters import Steps, endless
 from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.thread_ranks import at_once, thread_ranks
 from tests.parity.variants import Variant, compressed, deepseek, gpt_oss, moe, qwen3_5, qwen3_next
+from tests.sweeps import some
 
 LENGTH, CHUNK, DRAFTS = 37, 23, 3
 SIZES: dict[str, dict[str, int]] = {
@@ -345,6 +346,11 @@ def test_by_the_operators_all_drafts_of_deepseek_v4_are_one_call_and_change_no_a
     assert steps.scheduler.total_accepted_tokens >= 6
 
 
+@pytest.mark.parametrize(
+    "case",
+    some(CASES, "DeepSeek-V3", "DeepSeek-V4", "Qwen3-Next", "EAGLE", "EAGLE-3, Qwen3, part of the vocabulary"),
+    indirect=True,
+)
 @pytest.mark.parametrize("num_drafts", [DRAFTS, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 5, 8))])
 def test_drafts_of_a_head_change_no_answer(case: Case, num_drafts: int) -> None:
     """With greedy and seeded sequences in one batch. Random heads are mostly wrong."""

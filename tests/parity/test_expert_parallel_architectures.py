@@ -13,13 +13,11 @@ from engine.client.llm_engine import LLMEngine
 from engine.config.config import ParallelConfig
 from engine.sampling_params import SamplingParams
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.paged_model import PagedModel, Reference, prompt
-from tests.parity.test_tensor_parallel_architectures import divides
+from tests.parity.paged_model import PagedModel, Reference
+from tests.parity.test_tensor_parallel_architectures import CONTINUATIONS, NUM_TOKENS, PROMPTS, divides
 from tests.parity.thread_ranks import at_once, thread_ranks
 from tests.parity.variants import DERIVED, Variant, all_variants
 
-NUM_TOKENS = 5
-PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6)]
 SHORT = {("MixtralForCausalLM", 2, 1)}
 """For real processes. Replicas that are processes: tests/e2e/test_expert_parallel.py."""
 _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -59,16 +57,14 @@ def test_experts_spread_over_threads_give_the_tokens_of_transformers(
 ) -> None:
     """Each replica computes other prompts, of other lengths. Others' layers, of `DERIVED`, are in the long form."""
     checkpoint = make_checkpoint(tmp_path, variant.family, **variant.overrides)
-    reference = Reference(checkpoint)
-    prompts = [PROMPTS[replica:] for replica in range(replicas)]
-    expected = [[reference.greedy(tokens, NUM_TOKENS) for tokens in mine] for mine in prompts]
+    whole = Reference(checkpoint).likeliest(PROMPTS, CONTINUATIONS)
     places = [place for ranks in thread_ranks(size, replicas, spread_experts=True) for place in ranks]
     models = at_once([partial(PagedModel, checkpoint, parallel=place) for place in places])
     calls = [
-        partial(model.likeliest, prompts[number // size], expected[number // size])
+        partial(model.likeliest, PROMPTS[number // size :], CONTINUATIONS[number // size :])
         for number, model in enumerate(models)
     ]
-    assert at_once(calls)[::size] == expected
+    assert at_once(calls)[::size] == [whole[replica:] for replica in range(replicas)]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from models.attention.backend import AttentionMetaData
 from models.attention.context import Context, forward_context, get_forward_context
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, Row, assert_computes, prompt
+from tests.sweeps import some
 
 SHAPES: dict[str, dict[str, Any]] = {
     "one KV head a query head": {"num_key_value_heads": 4},
@@ -36,7 +37,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=some(["llama", "qwen3"], "qwen3"))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -49,7 +50,8 @@ def test_prompt_log_probabilities_and_greedy_tokens_are_those_of_transformers(
     model, reference = PagedModel(path), Reference(path)
     tokens = prompt(37)
     assert_computes(reference, tokens, model.logits(tokens))
-    assert model.greedy(tokens, 32) == reference.greedy(tokens, 32)
+    found = [model.greedy(tokens, 32)]
+    assert found == reference.likeliest([tokens], found)
 
 
 def test_weights_saved_in_bfloat16_are_computed_in_float32_on_request(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from models.layers.rotary import RotaryEmbedding, inverse_frequencies
 from models.ops.torch_ops import rotate
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_computes, prompt
+from tests.sweeps import some
 
 HEAD_DIM = 16
 SHORT = [1.0 + 0.05 * i for i in range(HEAD_DIM // 2)]
@@ -105,7 +106,7 @@ def test_dynamic_frequencies_are_those_of_a_sequence_of_the_served_length(served
 
 
 @pytest.mark.parametrize("name", ROPES)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", some(["llama", "qwen3"], "llama"))
 def test_models_with_each_rope_type_compute_what_transformers_computes(tmp_path: Path, family: Any, name: str) -> None:
     """Also beyond the original context. Only Phi-3 is computed again by transformers when `longrope` passes it."""
     path = make_checkpoint(
@@ -114,7 +115,8 @@ def test_models_with_each_rope_type_compute_what_transformers_computes(tmp_path:
     model, reference = PagedModel(path), Reference(path)
     tokens = prompt(120)
     assert_computes(reference, tokens, model.logits(tokens))
-    assert model.greedy(tokens, 32) == reference.greedy(tokens, 32)
+    found = [model.greedy(tokens, 32)]
+    assert found == reference.likeliest([tokens], found)
 
 
 def test_longrope_served_within_its_original_context_uses_the_short_factors(tmp_path: Path) -> None:
@@ -123,7 +125,8 @@ def test_longrope_served_within_its_original_context_uses_the_short_factors(tmp_
     )
     model, reference = PagedModel(path, max_model_len=64), Reference(path)
     assert_computes(reference, prompt(64), model.logits(prompt(64)))
-    assert model.greedy(prompt(24), 40) == reference.greedy(prompt(24), 40)
+    found = [model.greedy(prompt(24), 40)]
+    assert found == reference.likeliest([prompt(24)], found)
 
 
 def test_dynamic_scaling_agrees_with_prompts_of_any_length(tmp_path: Path) -> None:

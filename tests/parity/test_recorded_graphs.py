@@ -38,6 +38,7 @@ from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
 from tests.parity.variants import (
     DERIVED,
+    KINDS,
     Variant,
     attention_2026,
     attention_families,
@@ -108,6 +109,13 @@ ARCHITECTURES = [
         for name in sorted({each.architecture for each in variants})
     ),
 ]
+
+
+def in_short_form(each: Any) -> Any:
+    """The case; if its architecture is not one of `KINDS`, in the long form only."""
+    variant = each.values[0]
+    is_long = variant is not None and variant.architecture not in KINDS
+    return pytest.param(variant, id=each.id, marks=SLOW if is_long else each.marks)
 
 
 def test_every_architecture_is_among_them() -> None:
@@ -196,7 +204,7 @@ def sequences() -> list[Sequence]:
 
 
 @pytest.mark.usefixtures("_kernels_compute_nothing")
-@pytest.mark.parametrize("variant", ARCHITECTURES)
+@pytest.mark.parametrize("variant", map(in_short_form, ARCHITECTURES))
 def test_a_decode_of_every_architecture_can_be_captured_and_a_prompt_in_pieces(
     variant: Variant | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -130,11 +130,11 @@ def triton_backend(triton_kernels: torch.device, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loaded_model, "select_backend", TritonAttentionBackend)
 
 
+@pytest.mark.slow  # An operator: the test above; a kernel that is refused: the last test here.
 @requires_interpreter
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize(
-    ("kernel", "operator"),
-    [("attention_decode_kernel", "attention"), pytest.param("moe_gemm_kernel", "moe", marks=pytest.mark.slow)],
+    ("kernel", "operator"), [("attention_decode_kernel", "attention"), ("moe_gemm_kernel", "moe")]
 )
 def test_a_spoiled_kernel_is_left_to_torch(
     kernel: str, operator: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch

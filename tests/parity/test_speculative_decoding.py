@@ -137,7 +137,7 @@ TWO_LAYERS = RECURRENT._replace(
 )
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("variant", ARCHITECTURES)
 def test_drafts_change_nothing_that_is_answered(
     variant: Variant | None, ahead: bool, tmp_path: Path, oracle: Install

@@ -21,6 +21,7 @@ from models.loading.loader import make_model
 from tests.parity.checkpoints import Family, edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt
 from tests.parity.variants import all_variants, recurrent
+from tests.sweeps import some
 
 _OLD, _NEW, _TEXT_MODEL = "language_model.", "model.language_model.", "model.text_model."
 _TEXT_FIELDS_OF_THE_WHOLE = ("architectures", "dtype", "eos_token_id", "tie_word_embeddings")
@@ -173,7 +174,11 @@ WHOLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("whole", WHOLES, ids=lambda whole: f"{whole.name}, {len(whole.text)} fields")
+@pytest.mark.parametrize(
+    "whole",
+    some(WHOLES, *{each.name: each for each in WHOLES}.values()),
+    ids=lambda whole: f"{whole.name}, {len(whole.text)} fields",
+)
 def test_the_text_part_computes_what_transformers_whole_computes(whole: Whole, tmp_path: Path) -> None:
     """Of a text, the three positions of a token are equal, whatever part of a head each of them rotates."""
     config_class = getattr(transformers, f"{whole.name}Config")

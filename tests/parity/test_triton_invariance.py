@@ -89,13 +89,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @requires_interpreter
 @pytest.mark.usefixtures("invariant")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "form",
-    [
-        "dense",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("awq", "fp8 blocks", "experts", "experts in fp8")),
-    ],
-)
+@pytest.mark.slow  # Sums of products: the next test; `kaon verify`: tests/e2e/test_cli_verify.py.
+@pytest.mark.parametrize("form", ["dense", "awq", "fp8 blocks", "experts", "experts in fp8"])
 def test_the_proofs_of_verify_hold(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "COMPANY", 4)
     monkeypatch.setattr(verify, "_PREEMPTING", 6)

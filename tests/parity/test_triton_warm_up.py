@@ -48,7 +48,8 @@ def load() -> list[Sequence]:
     ]
 
 
-@pytest.fixture(params=["gfx942", "sm_90"])
+# AMD's tiles are the most various.
+@pytest.fixture(params=["gfx942", pytest.param("sm_90", marks=pytest.mark.slow)])
 def fake_gpu(
     request: pytest.FixtureRequest, triton_kernels: object, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:

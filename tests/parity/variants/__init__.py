@@ -43,7 +43,16 @@ DERIVED = frozenset(
         "HyperCLOVAXForCausalLM",
     }
 )
-"""Architectures made of others' layers: their short form is prompts and greedy tokens of the first variant."""
+"""Architectures made of others' layers: their short form is the prompts of the first variant."""
+
+KINDS = frozenset(
+    {
+        *("LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM", "BloomForCausalLM"),
+        *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "Lfm2ForCausalLM", "Qwen3NextForCausalLM"),
+        "MambaForCausalLM",
+    }
+)
+"""One architecture for each kind of layer: attention with a window, sinks or slopes, latents, an indexer, states."""
 
 
 def short_form(variants: Sequence[Variant], *, without: frozenset[str] = frozenset()) -> list[Any]:
