@@ -400,9 +400,8 @@ def _load_drafter(
             None if name is None else resolve_checkpoint(name, setting="speculative_model"),
         )
     body = getattr(loaded.model, "model", None)
-    if any(layer >= 0 for layer in drafter.hidden_layers) and not (
-        isinstance(body, DecoderBody) and body.keeps_streams
-    ):
+    kept = body.kept_streams if isinstance(body, DecoderBody) else ()
+    if any(layer >= 0 and layer not in kept for layer in drafter.hidden_layers):
         raise ValueError(
             f"speculative_method is {method}, but {served.architecture} does not keep the states of its layers that "
             f"{name} reads; choose another method"

@@ -268,11 +268,11 @@ def further_layer(config: ModelConfig) -> ModelConfig:
 class DeepseekV4Model(DecoderBody):
     """Embedding, decoder layers, the sum of the residual streams, and the final norm."""
 
-    keeps_streams: ClassVar[bool] = True
-
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         self.count = config.fields.integer("hc_mult")
+        # Drafters read the last layer's output; each stream is stored like the hidden states of one layer.
+        self.kept_streams = range(config.num_hidden_layers, config.num_hidden_layers + self.count)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
         self.compress_rotary_emb = RotaryEmbedding(compress_rope(config), config.max_model_len)
@@ -290,11 +290,10 @@ class DeepseekV4Model(DecoderBody):
         plain, compressed = self.rotary_emb(positions), self.compress_rotary_emb(positions)
         for layer in self.layers:
             streams = layer(streams, input_ids, compressed if layer.is_compressed else plain)
-        # Drafters read the last layer's output; each stream is stored like the hidden states of one layer.
         context = get_forward_context()
-        for number in range(self.count):
-            if len(self.layers) + number in context.stream_layers:
-                context.streams[len(self.layers) + number] = join_columns(streams[:, number])
+        for index, number in enumerate(self.kept_streams):
+            if number in context.stream_layers:
+                context.streams[number] = join_columns(streams[:, index])
         return self.norm(self.hc_head(streams))  # type: ignore[no-any-return]
 
 
@@ -320,7 +319,6 @@ _FACTS = ConfigFacts(
     layer_kinds=frozenset({_SPARSE, _HEAVY}),
     body_prefix="",
     names=_NAMES,
-    mtp_prefixes=("mtp.", "model.mtp."),
 )
 
 

@@ -69,7 +69,6 @@ class Exaone4ForCausalLM(LlamaForCausalLM):
         },
         renamed={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
         windowed_layers=_windowed,
-        mtp_prefixes=("mtp.",),
     ),
 )
 class ExaoneMoeForCausalLM(LlamaForCausalLM):

@@ -390,8 +390,8 @@ class DecoderBody(nn.Module):
     """The body of a model; the head may share its embedding."""
 
     embed_tokens: VocabParallelEmbedding
-    keeps_streams: ClassVar[bool] = False
-    """Whether the body stores the residual streams that the forward context names."""
+    kept_streams: range = range(0)
+    """Numbers of the residual streams that the body can store for the forward context."""
 
 
 class TwoRopesBody(DecoderBody):
@@ -434,8 +434,6 @@ class TwoRopesBody(DecoderBody):
 class LlamaModel(DecoderBody):
     """Embedding, decoder layers and final norm."""
 
-    keeps_streams: ClassVar[bool] = True
-
     def __init__(
         self,
         config: ModelConfig,
@@ -456,6 +454,7 @@ class LlamaModel(DecoderBody):
         )
         self.rotary_emb: nn.Module = RotaryEmbedding(config.rope, config.max_model_len)
         self.local_rotary_emb = None if local_rope is None else RotaryEmbedding(local_rope, config.max_model_len)
+        self.kept_streams = range(config.num_hidden_layers)
         self.are_local = [window is not None for window in config.sliding_windows]
         self.residual_scale = residual_scale
         self.layers = nn.ModuleList(

@@ -94,7 +94,6 @@ _FACTS = ConfigFacts(
     rotates_parts=True,
     renamed={"num_local_experts": "n_routed_experts"},
     windowed_layers=_windowed,
-    mtp_prefixes=("model.mtp.",),
     names={"attention_sink_bias": "sinks"},
 )
 

@@ -95,7 +95,7 @@ class LayeredMTP(DraftHead):
 
 
 class DeepseekMTP(LayeredMTP):
-    """MTP layer of DeepSeek-V3 and V3.2, and of GLM-5."""
+    """MTP layer of DeepSeek-V3 and V3.2, GLM-4.7-Flash and GLM-5."""
 
     architecture = DeepseekV2ForCausalLM
 
@@ -215,6 +215,7 @@ MTP_OF: dict[str, type[LayeredMTP | Qwen3NextMTP | DeepseekV4MTP]] = {
     "DeepseekV32ForCausalLM": DeepseekMTP,
     "DeepseekV4ForCausalLM": DeepseekV4MTP,
     "Glm4MoeForCausalLM": Glm4MoeMTP,
+    "Glm4MoeLiteForCausalLM": DeepseekMTP,
     "GlmMoeDsaForCausalLM": DeepseekMTP,
     "Qwen3NextForCausalLM": Qwen3NextMTP,
     "Qwen3_5ForCausalLM": Qwen3_5MTP,

@@ -175,7 +175,6 @@ def _complete(fields: Fields) -> Fields:
         activation=("mlp_hidden_act", "relu2"),
         has_mlp_bias=True,
         layer_kinds=frozenset({"linear_attention", "moe", "mlp"}),
-        mtp_prefixes=("mtp.",),
         body_prefix=_PREFIX,
     ),
 )

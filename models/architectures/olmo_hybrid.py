@@ -113,7 +113,6 @@ def _complete(fields: Fields) -> Fields:
         defaults={"rms_norm_eps": 1e-6},
         complete=_complete,
         layer_kinds=frozenset({"linear_attention"}),
-        mtp_prefixes=("mtp",),
         names=_NAMES,
     ),
 )

@@ -55,7 +55,6 @@ _MOE_FACTS = ConfigFacts(
     defaults={**FACTS.defaults, "intermediate_size": 1},
     rotates_parts=True,
     layer_kinds=FACTS.layer_kinds,
-    mtp_prefixes=FACTS.mtp_prefixes,
 )
 
 

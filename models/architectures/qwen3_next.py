@@ -180,7 +180,6 @@ FACTS = ConfigFacts(
     defaults={"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True},
     rotates_parts=True,
     layer_kinds=frozenset({"linear_attention"}),
-    mtp_prefixes=("mtp.",),
 )
 
 

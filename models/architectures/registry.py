@@ -69,8 +69,6 @@ class ConfigFacts:
     """Whether the last layer always has full attention."""
     unread: Callable[["Fields"], tuple[str, ...]] = lambda _fields: ()
     """Returns prefixes of tensors that checkpoints of a configuration may contain, but the model does not use."""
-    mtp_prefixes: tuple[str, ...] = ()
-    """Prefixes of multi-token-prediction tensors, other than those of layers past the last one."""
     body_prefix: str | None = None
     """Prefix of the body's tensors in published checkpoints; None if it is `model.`."""
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

@@ -533,14 +533,17 @@ def _fill(target: Target, tensor: torch.Tensor, name: str, file: Path) -> None:
         raise CheckpointError(f"{name} in {file} has {error}, by config.json") from error
 
 
+_MTP_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_")
+"""Prefixes of multi-token-prediction tensors, other than those of layers past the last one."""
+
+
 def _ignored_prefixes(config: ModelConfig | EncoderConfig) -> tuple[str, ...]:
     """Return the prefixes of tensors that are not loaded: unused ones, and those of multi-token-prediction layers."""
     if isinstance(config, EncoderConfig):
         return ()
     first, count = config.num_hidden_layers, config.fields.integer("num_nextn_predict_layers", 0, minimum=0)
     past = (f"model.layers.{layer}." for layer in range(first, first + count))
-    facts = ARCHITECTURES[config.architecture].facts
-    return (*past, *facts.mtp_prefixes, *facts.unread(config.fields))
+    return (*past, *_MTP_PREFIXES, *ARCHITECTURES[config.architecture].facts.unread(config.fields))
 
 
 def _is_redundant(name: str, config: ModelConfig | EncoderConfig) -> bool:

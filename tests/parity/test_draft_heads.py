@@ -42,6 +42,7 @@ from tests.sweeps import some
 LENGTH, CHUNK, DRAFTS = 37, 23, 3
 SIZES: dict[str, dict[str, int]] = {
     "DeepseekV3ForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 64},
+    "Glm4MoeLiteForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 64},
     "Glm4MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
     "Qwen3NextForCausalLM": {"head_dim": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
     "Qwen3_5ForCausalLM": {"head_dim": 32},
@@ -103,6 +104,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "DeepSeek-V3.2": lambda path: mtp_case(path, variant_of(deepseek.VARIANTS, "DeepseekV32ForCausalLM")),
     "DeepSeek-V4": v4_case,
     "GLM-5": lambda path: mtp_case(path, variant_of(deepseek.VARIANTS, "GlmMoeDsaForCausalLM")),
+    "GLM-4.7-Flash": lambda path: mtp_case(path, variant_of(deepseek.VARIANTS, "Glm4MoeLiteForCausalLM")),
     "GLM-4.5, own head": lambda path: mtp_case(path, variant_of(moe.VARIANTS, "Glm4MoeForCausalLM"), has_own=True),
     "Qwen3-Next": lambda path: mtp_case(path, qwen3_next.VARIANTS[0]),
     "Qwen3.5": lambda path: mtp_case(path, variant_of(qwen3_5.VARIANTS, "Qwen3_5ForCausalLM")),

@@ -22,7 +22,7 @@ from models.attention import context as forward_context
 from models.layers.base import DraftLM
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.draft_heads import MTPPair, make_eagle
+from tests.parity.draft_heads import MTPPair, V4Pair, make_eagle
 from tests.parity.rank_threads import RankThreads
 from tests.parity.runners import load
 from tests.parity.test_model_drafters import Forbidden, K, Outside, OverRanks, SometimesBroken, Steps, Toy, endless
@@ -30,6 +30,7 @@ from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
 from tests.parity.thread_ranks import at_once, thread_ranks
 from tests.parity.variants import (
     Variant,
+    compressed,
     deepseek,
     gemma3,
     gpt_oss,
@@ -87,7 +88,8 @@ def target(directory: Path, variant: Variant) -> Path:
 
 def with_mtp(variant: Variant, directory: Path) -> Pair:
     overrides = {**variant.overrides, "vocab_size": VOCAB_SIZE}
-    pair = MTPPair(directory, variant._replace(overrides=overrides))
+    make = V4Pair if variant.architecture == "DeepseekV4ForCausalLM" else MTPPair
+    pair = make(directory, variant._replace(overrides=overrides))
     return Pair(pair.path, {"speculative_method": "mtp"})
 
 
@@ -130,6 +132,8 @@ TARGETS = {
     "GLM-4.5": variant_of(moe.VARIANTS, "Glm4MoeForCausalLM"),
     "DeepSeek-V3": variant_of(deepseek.VARIANTS, "DeepseekV3ForCausalLM"),
     "DeepSeek-V3.2": variant_of(deepseek.VARIANTS, "DeepseekV32ForCausalLM"),
+    "DeepSeek-V4": compressed.VARIANTS[0],
+    "GLM-4.7-Flash": variant_of(deepseek.VARIANTS, "Glm4MoeLiteForCausalLM"),
     "GLM-5": variant_of(deepseek.VARIANTS, "GlmMoeDsaForCausalLM"),
     "Qwen3-Next": qwen3_next.VARIANTS[0],
     "Qwen3.5": qwen3_5.VARIANTS[0],
@@ -143,8 +147,9 @@ TARGETS = {
     "Kimi Linear": variant_of(recurrent.VARIANTS, "KimiLinearForCausalLM"),
     "LFM2": lfm2.VARIANTS[0],
 }
-MTP = ("GLM-4.5", "DeepSeek-V3", "DeepSeek-V3.2", "GLM-5", "Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE")
-STREAMS = ("Llama", "Qwen3", "gpt-oss", "Qwen3-MoE", "GLM-4.5", "DeepSeek-V3", "DeepSeek-V3.2", "GLM-5")
+_LATENTS = ("DeepSeek-V3", "DeepSeek-V3.2", "GLM-4.7-Flash", "GLM-5")
+MTP = ("GLM-4.5", *_LATENTS, "DeepSeek-V4", "Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE")
+STREAMS = ("Llama", "Qwen3", "gpt-oss", "Qwen3-MoE", "GLM-4.5", *_LATENTS)
 """Targets that return the residual streams of their layers, which EAGLE-3 reads."""
 FAULTS: dict[str, tuple[type[Toy], tuple[int, ...]]] = {
     "NaN": (Toy, (-1,)),
@@ -182,6 +187,7 @@ SHORT = {
     ("DeepSeek-V3", "known"),
     ("Bamba", "known"),
     ("Qwen3-Next", "NaN"),
+    ("DeepSeek-V4", "mtp"),
     ("LFM2", "outside of the vocabulary"),
     ("Qwen3.5", "sometimes NaN"),
 }
@@ -279,7 +285,7 @@ def test_the_table_of_pairs_has_what_is_tested() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name == "Gemma 3" else pytest.mark.slow)
+        pytest.param(name, marks=() if name in ("Gemma 3", "DeepSeek-V4") else pytest.mark.slow)
         for name in TARGETS
         if name not in STREAMS
     ],

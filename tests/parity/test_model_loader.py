@@ -45,12 +45,20 @@ def test_sharded_checkpoints_load_the_same(tmp_path: Path) -> None:
     assert_computes(PagedModel(whole), prompt(20), PagedModel(sharded).logits(prompt(20)))
 
 
-def test_the_module_that_predicts_further_tokens_in_published_qwen3_next_checkpoints_is_ignored(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("mtp.fc.weight", "mtp.layers.0.input_layernorm.weight"),
+        ("model.mtp_linear_proj.0.weight", "model.mtp_block.0.mlp.up_proj.weight"),
+    ],
+    ids=["Qwen3-Next and others", "Ernie 4.5"],
+)
+def test_modules_that_predict_further_tokens_in_published_checkpoints_are_ignored(
+    names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Its config.json names no such layers, unlike DeepSeek's."""
+    """Their config.json names no such layers, unlike DeepSeek's."""
     path = make_checkpoint(tmp_path, QWEN3_NEXT[0].family)
-    extra = {name: torch.zeros(3) for name in ("mtp.fc.weight", "mtp.layers.0.input_layernorm.weight")}
+    extra = {name: torch.zeros(3) for name in names}
     rewrite(path, lambda tensors: tensors.update(extra))
     load(path)
     rewrite(path, lambda tensors: tensors.update({"mtpfc.weight": torch.zeros(3)}))
