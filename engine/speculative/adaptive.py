@@ -1,50 +1,28 @@
-"""`DraftPlan`: chooses the number of drafts of each sequence by measured costs of steps and acceptance rates.
+"""`DraftPlan`: the number of drafts of each sequence, by measured costs of steps and acceptance rates.
 
-A step of more tokens takes longer, and drafting takes time too: `StepCosts` measures both. If a draft is accepted with
-probability `p` after accepted ones, `n` drafts yield `p + p^2 + ... + p^n` tokens. For each number of drafts, the plan
-compares the geometric mean of the sequences' tokens per second with that of no drafts, and drafts only if that is
-faster. Sequences without drafts try some at intervals.
+1. `StepCosts`. A step of more tokens takes longer, and so does drafting for more rows or more drafts. Both are
+   measured in every step, by size.
+2. `DraftPlan`. If a draft is accepted with probability `p` after accepted ones, `n` drafts yield `p + p^2 + ... + p^n`
+   tokens. For each number of drafts, the plan compares the geometric mean of the sequences' tokens per second with
+   that of no drafts. It is made every few steps. In between, some sequences without drafts try some.
+3. `DraftGate`. A model that drafts also takes part in steps without drafts and computes prompts, and drafts change how
+   many rows run. So whether it drafts at all is not computed from these costs: blocks of some steps with the drafter
+   are compared with blocks without it. Where drafts pay, a block without them is measured now and then. Where they do
+   not, a short try is made as soon as what earlier ones have lost is repaid by a small share of the time.
 
-A model that drafts also takes part in steps without drafts and computes prompts. Whether it runs at all is therefore
-decided by `DraftGate`, which compares the pace of whole blocks of steps with the drafter and without.
+What a first step or an interrupted one takes is no cost: see `_Mean`, `_Means.note` and `DraftGate.note`.
 """
 
 import itertools
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 from engine.batch import DraftWork, ScheduledBatch
 from engine.sequence import Sequence
 
-_FIRST_RATE = 0.7
-"""Acceptance rate that is assumed before any draft was verified."""
-_LEARNT, _LEARNT_BY_ALL = 0.1, 0.02
-"""Weight of a draft in its sequence's acceptance rate, and in the rate of all sequences, used for new ones."""
-_LEAST_GAIN = 1.05
-"""Least relative gain in tokens per second for which drafts are made: smaller ones are within measurement noise."""
-_RATE_AFTER_TRY = 0.6
-"""Least acceptance rate that is assumed after a successful try."""
-_MARGIN = 1.1
-"""Least expected gain of a draft relative to its cost: a margin, since measured acceptance rates may be too high."""
-_TRIES, _LEAST_TRIES = 0.008, 0.002
-"""Share of time spent on tries while some succeed, and the least share; each failed try halves it."""
-_TRYING_ROWS = 8
-"""The most sequences of a try where a model drafts."""
-_FIRST_SHARE = 8
-"""One in so many sequences, but at least `_TRYING_ROWS`, drafts with a model until costs of that are known."""
-_FIRST_MEASURED = 0.75
-"""Share of these sequences with which their costs are known: a drafter may find nothing for some of them."""
-_CLEARLY_SMALLER = 0.75
-"""Size relative to the largest measured one from which costs of larger sizes are extrapolated."""
-_RATE_IN_TRIES = 0.9
-"""Acceptance rate that is assumed for the value of a try: if drafts would bring no gain even then, none is made."""
-_STEPS_PER_PLAN, _MOST_STEPS_PER_PLAN, _MOST_STEPS_PER_IDLE_PLAN = 8, 16, 64
-"""Steps for which a plan is valid while the number of rows hardly changes. Each unchanged plan doubles it, up to the
-second number, or up to the third while no drafts are made."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 64
-"""Tokens without drafts after a failed try, doubled by each further failure, and their maximum."""
 _FIRST_TIMES = 4
 """Number of first measurements of a cost of which only the least counts, since they include lazy initialisation."""
 _SECONDS_LEARNT, _MORE_SECONDS_LEARNT = 0.2, 0.04
@@ -54,38 +32,10 @@ _LARGEST_FACTOR = 3.0
 """The largest factor by which a measurement may exceed the mean of its size, or that between the sizes around it."""
 _EXACT = 8
 """Size up to which each size is measured separately; above it, sizes are grouped in eighths of a power of two."""
-_BLOCK_STEPS, _SHORT_BLOCK_STEPS = 32, 16
-"""Steps of a block, in which a model drafts or does not, and of a try or a block whose size has no pace yet; each
-round of a step counts."""
-_BLOCKS_PER_CHECK, _FIRST_BLOCKS_PER_CHECK = 64, 8
-"""Blocks with drafts after which one without drafts measures the costs of plain steps again, and their number while
-these costs are based on one block only; each further one adds as many."""
-_OPENING_PACE, _LEAST_PACE = 1.1, 1.04
-"""Least pace with drafts, relative to that without, for which drafting begins, and for which it goes on."""
-_DEBT_REPAID = 0.003
-"""Share of the time without drafts that repays what earlier blocks with drafts have lost."""
-_LEAST_STEPS, _MOST_LOST, _MOST_STEPS_LOST, _MOST_UNJUDGED = 4, 0.004, 2, 0.03
-"""A short block with drafts ends early, after at least so many steps, where it has lost so many seconds and so many of
-its mean steps, or has taken so many seconds before the pace without drafts is known."""
-_LARGE_LOSS = 0.75
-"""Pace with drafts of a size below which an open gate closes when the number of rows rises to it."""
-_FEW_ROWS_SIZE = 4
-"""Sizes of 2 to 16 rows have one debt. Drafts gain more there than a try of a few steps loses, and after text with
-which they lost, other text would otherwise wait long for a try."""
-_CREDIT = 0.005
-"""Seconds that tries may lose in advance, so that a single lost try does not delay the next one."""
-_LARGEST_DELAY = 2.0
-"""The largest factor by which a plain step may exceed its expected duration: a longer one was interrupted, and does
-not count. One with drafts that exceeds its expected duration by as much counts as expected, and in any case as at most
-twice this factor of the plain duration."""
-_WITH_REMEMBERED, _WITHOUT_REMEMBERED = 0.7, 0.9
-"""Weight of earlier blocks with drafts, and without, relative to the block after them."""
-_REJECTED_SECONDS = 2.0
-"""Seconds without drafts after a try that was not made, because its drafts would not pay even if accepted."""
 _STALE_STEPS = 4096
-"""Steps after which a cost that was not measured again is dropped."""
-_STEPS_WITH_DRAFTS = 512
-"""Steps after which a step without drafts is made to measure its cost, if there was none and no model drafts."""
+"""Steps after which a cost that was not measured again does not count."""
+_MANY_ROWS = 1 << 20
+"""More rows than a step has."""
 
 
 class _Mean:
@@ -107,172 +57,154 @@ class _Mean:
 
 
 class _Means:
-    """Mean seconds by size."""
+    """Mean seconds by size, of the latest `_STALE_STEPS` steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, costs: "StepCosts") -> None:
+        self._costs = costs
         self._means: dict[int, _Mean] = {}
-        self._sizes: list[int] = []
-        """Its keys, in ascending order."""
+        self.sizes: list[int] = []
+        """The known sizes, in ascending order."""
 
-    def note(self, size: int, seconds: float, step: int) -> None:
-        if self._sizes and self._sizes[0] <= size <= self._sizes[-1]:
-            expected = self.at(size, step - _STALE_STEPS + 1)
+    def note(self, size: int, seconds: float) -> None:
+        if self.sizes and self.sizes[0] <= size <= self.sizes[-1]:
+            expected = self.at(size)
             seconds = min(seconds, _LARGEST_FACTOR * expected) if expected else seconds
-        mean = self._means.get(size)
-        if mean is None:
-            mean = self._means[size] = _Mean()
-            insort(self._sizes, size)
-        mean.note(seconds, step)
+        if size not in self.sizes:
+            self._means[size] = _Mean()
+            insort(self.sizes, size)
+        self._means[size].note(seconds, self._costs.num_steps)
 
-    def latest_step(self, lowest: int, highest: int) -> int | None:
-        """The last step in which a size within these bounds was measured; None if none was."""
-        sizes = self._sizes[bisect_left(self._sizes, lowest) : bisect_right(self._sizes, highest)]
-        return max((self._means[size].step for size in sizes), default=None)
+    def known(self, size: int) -> float | None:
+        """The mean seconds of a measured size; None if that was too long ago."""
+        mean = self._means[size]
+        return mean.seconds if self._costs.num_steps - mean.step < _STALE_STEPS else None
 
-    def at(self, size: int, since: int) -> float | None:
-        """The mean seconds of a size over measurements since step `since`; None if there are none."""
-        return _between(self._sizes, size, lambda known: self._known(known, since))
+    def at(self, size: float) -> float | None:
+        """The mean seconds of a size; None if none is known."""
+        return _between(self.sizes, size, self.known)
 
-    def beyond(self, size: int, since: int) -> float:
+    def latest_step(self, lowest: int, highest: int) -> int:
+        """The last step in which a size within these bounds was measured; 0 if none was."""
+        return max((mean.step for size, mean in self._means.items() if lowest <= size <= highest), default=0)
+
+    def beyond(self, size: int) -> float:
         """Expected seconds by which a size takes longer than the largest measured one, 0 for smaller sizes.
 
-        They grow from the largest size on as they grow below it, but at most in proportion to the size.
+        They grow from the largest size on as they grow from half of it to it, but at most in proportion to the size.
         """
-        seconds = self.at(size, since)
-        if seconds is None or size <= (largest := self._sizes[-1]):
+        seconds = self.at(size)
+        if seconds is None or size <= (largest := self.sizes[-1]):
             return 0.0
-        smaller = _CLEARLY_SMALLER * largest
-        growth = seconds - (_between(self._sizes, smaller, lambda known: self._known(known, since)) or 0.0)
-        return min(max(0.0, growth) / (largest - smaller), seconds / largest) * (size - largest)
-
-    def _known(self, size: int, since: int) -> float | None:
-        mean = self._means[size]
-        if mean.step >= since:
-            return mean.seconds
-        del self._means[size]
-        return None
+        growth = max(0.0, seconds - (self.at(largest / 2) or 0.0)) / (largest / 2)
+        return min(growth, seconds / largest) * (size - largest)
 
 
 class StepCosts:
-    """Mean seconds of steps with decodes only, by number of tokens, and of drafting, by rows and depth."""
+    """Mean seconds of steps of decodes by their tokens, of drafting by rows and depth, of prompts by their tokens."""
 
     def __init__(self) -> None:
-        self._steps, self._drafting_steps = _Means(), _Means()
+        self.num_steps = 0
+        """Number of steps so far, measured or not."""
+        self._steps, self._drafting_steps = _Means(self), _Means(self)
         """Costs of steps, the latter of those that can be measured only together with the drafting after them."""
         self._drafting: dict[int, _Means] = {}
         """Costs of drafting for each number of rows, by depth."""
         self._rows: list[int] = []
-        """Its keys, in ascending order."""
-        self._drafted: dict[int, int] = {}
-        """The last step in which so many rows drafted, on the host or on the device, by size."""
-        self._num_steps = 0
-        self._prompts = _Means(), _Means()
+        """The known numbers of rows, in ascending order."""
+        self._prompts = _Means(self), _Means(self)
         """Costs of prompts by their tokens in a step: where a model drafts, and in plain steps."""
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Record the duration of a step of decodes, without drafting."""
-        self._num_steps += 1
-        self._steps.note(_size(num_tokens), seconds, self._num_steps)
+        self.num_steps += 1
+        self._steps.note(_size(num_tokens), seconds)
 
     def note_drafting_step(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """As `note_step`, for a step including the drafting for `num_rows` rows that the device did before the step
         was read."""
-        self._num_steps += 1
-        self._drafted[_size(num_rows)] = self._num_steps
-        self._drafting_steps.note(_size(num_tokens), seconds, self._num_steps)
+        self.num_steps += 1
+        self._drafting_steps.note(_size(num_tokens), seconds)
+        self.note_drafting(DraftWork(0.0, num_rows, 1))
 
     def note_drafting(self, work: DraftWork) -> None:
         """Record the duration of drafting."""
         if not work.num_rows or not work.depth:
             return
         size = _size(work.num_rows)
-        if size not in self._drafting:
-            self._drafting[size] = _Means()
+        if size not in self._rows:
+            self._drafting[size] = _Means(self)
             insort(self._rows, size)
-        self._drafted[size] = self._num_steps
-        self._drafting[size].note(work.depth, work.seconds, self._num_steps)
+        self._drafting[size].note(work.depth, work.seconds)
+
+    def note_prompts(self, num_tokens: int, seconds: float, *, is_plain: bool) -> None:
+        """Record by how much longer a step took with `num_tokens` of prompts than without."""
+        self._prompts[is_plain].note(_size(num_tokens), seconds)
+
+    def pass_steps(self, count: int) -> None:
+        """Count `count` steps that were not measured."""
+        self.num_steps += count
 
     def is_recent(self, num_tokens: int) -> bool:
         """Whether a step of about this size was measured recently, or no step was."""
         near = max(1, num_tokens // 4)
         last = self._steps.latest_step(_size(num_tokens - near), _size(num_tokens + near))
-        return not self._num_steps or (last is not None and self._num_steps - last < _STEPS_WITH_DRAFTS)
+        return not self.num_steps or (last > 0 and self.num_steps - last < _STEPS_WITH_DRAFTS)
+
+    @property
+    def most_drafting_rows(self) -> int:
+        """The most rows of which drafting was measured recently, alone or with its step; 0 without measurements."""
+        # This removes the numbers of rows that are not known any more.
+        self.drafting(_MANY_ROWS, 1)
+        return self._rows[-1] if self._rows else 0
 
     def step(self, num_tokens: int) -> float:
         """Expected seconds of a step. Sizes above the largest measured one count as it, so that they are tried."""
-        return self._steps.at(_size(num_tokens), self._since) or 0.0
-
-    def with_drafting(self, num_tokens: int, num_rows: int, depth: int) -> float:
-        """Expected seconds of a step and of drafting `depth` tokens for each of `num_rows` rows after it."""
-        if not depth:
-            return self.step(num_tokens)
-        whole = self._drafting_steps.at(_size(num_tokens), self._since)
-        return self.step(num_tokens) + self.drafting(num_rows, depth) if whole is None else whole
+        return self._steps.at(_size(num_tokens)) or 0.0
 
     def drafting(self, num_rows: int, depth: int) -> float:
         """Expected seconds of drafting; 0 without measurements. Sizes above the largest measured one count as it."""
         if not depth or not num_rows:
             return 0.0
-        since = self._since
-        return _between(self._rows, _size(num_rows), lambda rows: self._drafting_of(rows, depth, since)) or 0.0
+        return _between(self._rows, _size(num_rows), lambda rows: self._drafting[rows].at(depth)) or 0.0
+
+    def with_drafting(self, num_tokens: int, num_rows: int, depth: int) -> float:
+        """Expected seconds of a step and of drafting `depth` tokens for each of `num_rows` rows after it."""
+        whole = self._drafting_steps.at(_size(num_tokens)) if depth else None
+        return self.step(num_tokens) + self.drafting(num_rows, depth) if whole is None else whole
 
     def beyond(self, num_tokens: int, num_rows: int, depth: int) -> float:
         """Expected seconds to add to `with_drafting`, which counts sizes above the largest measured one as that.
 
         With them, a try of a size that was never measured is not planned if it would be too slow.
         """
-        size, since = _size(num_tokens), self._since
-        if self._drafting_steps.at(size, since) is not None:
-            return self._drafting_steps.beyond(size, since)
+        size = _size(num_tokens)
+        if self._drafting_steps.at(size) is not None:
+            return self._drafting_steps.beyond(size)
         drafting = self.drafting(num_rows, depth)
         more = drafting * (num_rows / self._rows[-1] - 1.0) if drafting else 0.0
-        return self._steps.beyond(size, since) + max(0.0, more)
-
-    @property
-    def most_drafting_rows(self) -> int:
-        """The most rows of which drafting was measured recently, alone or with its step; 0 without measurements."""
-        since = self._since
-        return max((size for size, step in self._drafted.items() if step >= since), default=0)
-
-    def note_prompts(self, num_tokens: int, seconds: float, *, is_plain: bool) -> None:
-        """Record by how much longer a step took with `num_tokens` of prompts than without."""
-        self._prompts[is_plain].note(_size(num_tokens), seconds, self._num_steps)
+        return self._steps.beyond(size) + max(0.0, more)
 
     def prompts(self, num_tokens: int, *, is_plain: bool) -> float | None:
         """Expected seconds by which prompts lengthen a step; None if none was measured, with drafts or without."""
         if not num_tokens:
             return 0.0
-        size, since = _size(num_tokens), self._since
-        seconds = self._prompts[is_plain].at(size, since)
-        return self._prompts[not is_plain].at(size, since) if seconds is None else seconds
+        seconds = self._prompts[is_plain].at(_size(num_tokens))
+        return self._prompts[not is_plain].at(_size(num_tokens)) if seconds is None else seconds
 
-    def plain_seconds(self, num_rows: int, num_generated: int, num_prompt_tokens: int) -> tuple[float, float]:
-        """Expected seconds in which steps of `num_rows` without drafts generate and compute so many tokens, and those
-        of the generated tokens alone.
+    def plain_seconds(
+        self, num_rows: int, num_generated: int, num_prompt_tokens: int, usual_rows: float = 0.0
+    ) -> float:
+        """Expected seconds in which steps without drafts generate and compute so many tokens; 0 if not known yet.
 
-        Both are 0 if this is not known yet.
+        The steps have `num_rows`, or `usual_rows` if that is more. They then take at least as long: a size that was
+        measured when contexts were shorter may seem to take less.
         """
-        step = self.step(num_rows) if num_rows else 0.0
-        prompts = self.prompts(num_prompt_tokens, is_plain=True)
+        step, prompts = self.step(num_rows) if num_rows else 0.0, self.prompts(num_prompt_tokens, is_plain=True)
         if (num_rows and not step) or prompts is None:
-            return 0.0, 0.0
-        generating = step * num_generated / max(1, num_rows)
-        return generating + prompts, generating
-
-    def pass_steps(self, count: int) -> None:
-        """Count `count` steps that were not measured."""
-        self._num_steps += count
-
-    @property
-    def _since(self) -> int:
-        """The first step whose measurements are recent enough to count."""
-        return self._num_steps - _STALE_STEPS + 1
-
-    def _drafting_of(self, rows: int, depth: int, since: int) -> float | None:
-        seconds = self._drafting[rows].at(depth, since)
-        if seconds is None:
-            del self._drafting[rows]
-        return seconds
+            return 0.0
+        if usual_rows > num_rows > 0:
+            step = max(step, self.step(round(usual_rows)))
+        return step * num_generated / max(1.0, num_rows, usual_rows) + prompts
 
 
 def _size(count: int) -> int:
@@ -283,72 +215,236 @@ def _size(count: int) -> int:
     return count // unit * unit
 
 
-def _between(sizes: list[int], at: float, value: Callable[[int], float | None]) -> float | None:
+def _between(sizes: list[int], at: float, known: Callable[[int], float | None]) -> float | None:
     """The value at a size, interpolated linearly between its neighbours in `sizes`; outside of them the nearest value.
 
-    The sizes ascend; sizes that turn out to have no value are removed. None if no size has a value.
+    The sizes ascend; those whose value turns out to be not `known` any more are removed. None if no size has a value.
     """
     above = bisect_left(sizes, at)
     low = high = None
-    while above < len(sizes) and (high := value(sizes[above])) is None:
+    while above < len(sizes) and (high := known(sizes[above])) is None:
         del sizes[above]
     if high is not None and sizes[above] == at:
         return high
-    while above and (low := value(sizes[above - 1])) is None:
+    while above and (low := known(sizes[above - 1])) is None:
         above -= 1
         del sizes[above]
     if low is None or high is None:
         return high if low is None else low
-    share = (at - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
-    return low + (high - low) * share
+    return low + (high - low) * (at - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
+
+
+_BLOCK_STEPS, _SHORT_BLOCK_STEPS = 32, 16
+"""Steps of a block, and of a try or a block whose size has no pace yet; each round of a step counts."""
+_BLOCKS_PER_CHECK, _FIRST_BLOCKS_PER_CHECK = 64, 8
+"""Blocks with drafts after which one without drafts measures plain steps again, and their number while plain steps
+were measured in one block only; each further one adds as many."""
+_OPENING_PACE, _LEAST_PACE = 1.1, 1.04
+"""Least pace with drafts, relative to that without, for which drafting begins, and for which it goes on."""
+_DEBT_REPAID, _CREDIT = 0.003, 0.005
+"""Share of the time without drafts that repays what drafts have lost, and seconds that they may lose in advance."""
+_FEW_ROWS_SIZE = 4
+"""Sizes of 2 to 16 rows have one debt. Drafts gain more there than a try of a few steps loses, and after text with
+which they lost, other text would otherwise wait long for a try."""
+_LEAST_STEPS, _MOST_LOST, _MOST_STEPS_LOST, _MOST_UNJUDGED = 4, 0.004, 2, 0.03
+"""A short block with drafts ends early, after at least so many steps, where it has lost so many seconds and so many of
+its mean steps, or has taken so many seconds before the pace without drafts is known."""
+_WITH_REMEMBERED, _WITHOUT_REMEMBERED = 0.7, 0.9
+"""Weight of earlier blocks with drafts, and without, relative to the block after them."""
 
 
 class _Pace:
-    """Sums over blocks of steps: the seconds in which plain steps would have had their tokens, and those they took.
+    """Sums over steps or blocks: the seconds in which plain steps would have had their tokens, and those they took."""
 
-    `generating`: the part of these plain steps' seconds that generates the `num_generated` tokens, in `num_decodes`
-    steps.
-    """
-
-    __slots__ = ("count", "generating", "num_decodes", "num_generated", "plain", "seconds")
+    __slots__ = ("count", "plain", "seconds")
 
     def __init__(self) -> None:
-        self.plain = self.seconds = self.generating = self.num_generated = self.num_decodes = 0.0
-        self.count = 0
+        self.plain, self.seconds, self.count = 0.0, 0.0, 0
 
-    def add(
-        self,
-        plain: float,
-        seconds: float,
-        remembered: float,
-        generating: float = 0.0,
-        num_generated: float = 0.0,
-        num_decodes: float = 0.0,
-    ) -> None:
+    def add(self, plain: float, seconds: float, remembered: float = 1.0) -> None:
         self.count += 1
         self.plain = remembered * self.plain + plain
         self.seconds = remembered * self.seconds + seconds
-        self.generating = remembered * self.generating + generating
-        self.num_generated = remembered * self.num_generated + num_generated
-        self.num_decodes = remembered * self.num_decodes + num_decodes
-
-    def plain_as(self, without: "_Pace") -> float:
-        """The seconds in which plain steps would have had the tokens, with at least as many rows as in `without`.
-
-        Drafts end answers sooner and leave fewer rows, of which each token costs a plain step more. A step of more
-        rows takes no less time, which bounds the difference: other ones come from contexts that have grown since.
-        """
-        if not (without.num_generated and self.num_generated):
-            return self.plain
-        generating = self.num_generated * without.generating / without.num_generated
-        num_rows, usual_rows = (each.num_generated / each.num_decodes for each in (self, without))
-        generating = max(generating, self.generating * num_rows / usual_rows)
-        return self.plain - max(0.0, self.generating - generating)
 
     @property
     def value(self) -> float:
         """The pace relative to the expected one of plain steps; 0 before the first block."""
         return self.plain / self.seconds if self.seconds else 0.0
+
+
+class _Size:
+    """The blocks with a number of rows.
+
+    The pace with drafts is relative to the latest one without: the expected durations of plain steps, to which all
+    paces refer, change with each measurement, for a new server by half and more.
+    """
+
+    __slots__ = ("plain", "rows", "with_drafts")
+
+    def __init__(self) -> None:
+        self.with_drafts, self.plain = _Pace(), _Pace()
+        self.rows = 0.0
+        """Mean number of decodes of a step in the latest plain block."""
+
+
+class DraftGate:
+    """Decides in blocks of steps whether a model drafts, by the measured pace of blocks with drafts and without.
+
+    Between blocks in which drafts pay, a block without drafts measures plain steps now and then. Where drafts do not
+    pay, a try of one short block is made whenever no debt is left. What blocks with drafts lose is a debt of their
+    number of rows; what they gain and a small share of the time without drafts with this number repay it. So that
+    share bounds the time that drafts lose with each number of rows, whatever they gain with others.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = True
+        """Whether the model drafts. Otherwise it takes no part in steps, and stores nothing of prompts."""
+        self.is_trying = False
+        """Whether this block is a try, in which sequences draft whose drafts are not expected to pay."""
+        self.needs_plain_steps = True
+        """Whether plain steps of this size have no pace yet, so that each one is to be measured."""
+        self._sizes = defaultdict[int, _Size](_Size)
+        """By the exponent of the next power of two of the mean number of rows."""
+        self._debts: dict[int, float] = {}
+        """Seconds that drafting has lost and nothing has repaid, by `_indebted` of sizes; below 0 it is a credit."""
+        self._num_open_blocks = 0
+        """Number of successive blocks with drafts."""
+        self._plain_size: int | None = None
+        """The size of the last block without drafts."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._num_steps = self._num_rows = self._num_decodes = 0
+        self._seconds, self._block = 0.0, _Pace()
+
+    def note(
+        self,
+        num_rows: int,
+        seconds: float,
+        plain: float,
+        num_steps: int = 1,
+        *,
+        usual: float = math.inf,
+        num_decodes: int = 0,
+    ) -> None:
+        """Count a step, or `num_steps` equal ones: its rows, its duration, and that of plain steps for its tokens.
+
+        `plain` is 0 if it is not known. `usual`: the expected duration of a step with drafts. `num_decodes`: its rows
+        that decode.
+        """
+        self._num_steps += num_steps
+        self._num_rows += num_steps * num_rows
+        self._num_decodes += num_steps * num_decodes
+        self._seconds += num_steps * seconds
+        # Something else has interrupted a step that exceeds its expected duration by that of a plain one. With drafts
+        # it counts as expected, since longer steps are interrupted more often, and without drafts it does not count.
+        if self.is_open and seconds > usual + plain:
+            seconds = usual
+        if plain and (self.is_open or seconds <= 2.0 * plain):
+            self._block.add(num_steps * plain, num_steps * seconds)
+        if self._is_over():
+            self._end_block()
+
+    def usual_rows(self, num_rows: int) -> float:
+        """The decodes of a plain step where steps with drafts have `num_rows`; 0 if no such plain step is known.
+
+        Drafts end answers sooner and leave fewer rows, of which each token costs a plain step more.
+        """
+        return self._sizes[self._size_of(num_rows)].rows
+
+    def review(self, num_rows: int, *, is_gain_expected: bool, may_pay: bool = True) -> None:
+        """End a block with drafts early if drafts are likely to lose with `num_rows`, unless the block is a try.
+
+        This is so in two cases. The last plain block had far fewer rows, and with so many drafts did not pay before,
+        or were not judged yet and, by `may_pay`, would not pay even if they were accepted. Or the plan expects no
+        gain, and the block has lost.
+        """
+        if not self.is_open or self.is_trying:
+            return
+        size = _power(num_rows)
+        pace = self._sizes[size].with_drafts.value
+        if (
+            self._plain_size is not None
+            and size > self._plain_size + 1
+            and (pace < _LEAST_PACE if pace else not may_pay)
+        ):
+            self.is_open = False
+            self._begin()
+        elif not is_gain_expected and self._seconds > _MOST_UNJUDGED and self._lost() > _MOST_LOST:
+            # What drafts gained earlier was with other text.
+            self._end_block(remembered=0.0)
+
+    def reject(self) -> None:
+        """End a try because its drafts would not pay even if they were accepted."""
+        self.is_open = self.is_trying = False
+        if self._plain_size is not None:
+            self._debts[_indebted(self._plain_size)] = max(self._debt(self._plain_size), _CREDIT)
+        self._begin()
+
+    def _size_of(self, num_rows: int) -> int:
+        """The key in `_sizes` of steps with so many rows.
+
+        Drafts change the number of running rows, so with drafts a size that has no pace without them counts as that of
+        the last block without drafts, if the two are adjacent.
+        """
+        size = _power(num_rows)
+        if self.is_open and self._plain_size in (size - 1, size + 1) and not self._sizes[size].plain.value:
+            return self._plain_size
+        return size
+
+    @property
+    def _size(self) -> int:
+        """The block's size."""
+        return self._size_of(-(-self._num_rows // self._num_steps))
+
+    def _is_over(self) -> bool:
+        """Whether the block ends."""
+        plain = self._sizes[self._size].plain
+        self.needs_plain_steps = not plain.count
+        is_short = self.is_trying or not plain.count
+        if self._num_steps >= (_SHORT_BLOCK_STEPS if is_short else _BLOCK_STEPS):
+            return True
+        if not self.is_open or not is_short or self._num_steps < _LEAST_STEPS:
+            return False
+        if plain.value:
+            return self._lost() > max(_MOST_LOST, _MOST_STEPS_LOST * self._seconds / self._num_steps)
+        return self._seconds > _MOST_UNJUDGED
+
+    def _end_block(self, *, remembered: float = _WITH_REMEMBERED) -> None:
+        size, block = self._size, self._block
+        of_size = self._sizes[size]
+        pace, plain = of_size.with_drafts, of_size.plain
+        if self.is_open:
+            self._num_open_blocks += 1
+            if plain.value:
+                pace.add(block.plain / plain.value, block.seconds, remembered)
+                self._owe(size, self._lost())
+            is_gaining = pace.value >= (_OPENING_PACE if self.is_trying else _LEAST_PACE)
+            most = min(_BLOCKS_PER_CHECK, _FIRST_BLOCKS_PER_CHECK * plain.count)
+            self.is_open = is_gaining and self._num_open_blocks < most
+        else:
+            self._num_open_blocks, self._plain_size = 0, size
+            plain.add(block.plain, block.seconds, _WITHOUT_REMEMBERED)
+            of_size.rows = self._num_decodes / self._num_steps
+            self._owe(size, -_DEBT_REPAID * block.seconds)
+            is_gaining = pace.value >= _OPENING_PACE
+            self.is_open = plain.value > 0.0 and (is_gaining or self._debt(size) <= 0.0)
+        self.is_trying = self.is_open and not is_gaining
+        self._begin()
+
+    def _lost(self) -> float:
+        """Seconds that the block has lost by drafts; below 0 it has gained, or it is not known."""
+        pace = self._sizes[self._size].plain.value
+        return self._block.seconds - self._block.plain / pace if pace else -math.inf
+
+    def _owe(self, size: int, seconds: float) -> None:
+        self._debts[_indebted(size)] = max(-_CREDIT, self._debt(size) + seconds)
+
+    def _debt(self, size: int) -> float:
+        """The debt of a size; a new one has the largest debt of smaller ones, since drafts lose with more rows too."""
+        size = _indebted(size)
+        smaller = (debt for other, debt in self._debts.items() if other < size)
+        return self._debts[size] if size in self._debts else max(smaller, default=-_CREDIT)
 
 
 def _power(num_rows: int) -> int:
@@ -361,188 +457,37 @@ def _indebted(size: int) -> int:
     return max(size, _FEW_ROWS_SIZE) if size else 0
 
 
-class DraftGate:
-    """Decides in blocks of steps whether a model drafts, by the measured pace of blocks with drafts and without.
-
-    Between blocks in which drafts pay, a block without drafts measures plain steps now and then. Where drafts do not
-    pay, a try of one short block is made whenever no debt is left. What blocks with drafts lose is a debt of their
-    size; what they gain and a small share of the time without drafts with this size repay it. So that share bounds
-    the time that drafts lose with each size, whatever they gain with others. Sizes of 2 to 16 rows share a debt.
-    """
-
-    def __init__(self) -> None:
-        self.is_open = True
-        """Whether the model drafts. Otherwise it takes no part in steps, and stores nothing of prompts."""
-        self.is_trying = False
-        """Whether this block is a try, in which sequences draft whose drafts are not expected to pay."""
-        self.needs_plain_steps = True
-        """Whether plain steps of this size have no pace yet, so that each one is to be measured."""
-        self._paces: dict[int, tuple[_Pace, _Pace]] = {}
-        """Paces with drafts and without, by the exponent of the next power of two of the mean number of rows.
-
-        That with drafts is relative to the latest one without: the expected durations of plain steps, to which all
-        paces refer, change with each measurement, for a new server by half and more.
-        """
-        self._debts: dict[int, float] = {}
-        """Seconds that drafting has lost with the sizes of one debt and nothing has repaid; below 0 it is a credit. By
-        `_indebted` of their keys in `_paces`."""
-        self._num_open_blocks = 0
-        """Number of successive blocks with drafts."""
-        self._plain_size: int | None = None
-        """The key of the last block without drafts."""
-        self._begin()
-
-    def _begin(self) -> None:
-        self._num_steps = self._num_rows = 0
-        self._seconds = 0.0
-        self._block = _Pace()
-
-    def note(
-        self,
-        num_rows: int,
-        seconds: float,
-        plain: float,
-        num_steps: int = 1,
-        *,
-        generating: float = 0.0,
-        num_generated: float = 0.0,
-        num_decodes: float = 0.0,
-    ) -> None:
-        """Count a step, or `num_steps` equal ones: its rows, its duration, and that of plain steps for its tokens.
-
-        `plain` is 0 if it is not known. `generating`: the part of it for the `num_generated` tokens of decodes, which
-        are those of `num_decodes` plain steps.
-        """
-        self._num_steps += num_steps
-        self._num_rows += num_steps * num_rows
-        self._seconds += num_steps * seconds
-        if plain and (self.is_open or seconds <= _LARGEST_DELAY * plain):
-            seconds = min(seconds, 2.0 * _LARGEST_DELAY * plain)
-            sums = (num_steps * each for each in (generating, num_generated, num_decodes))
-            self._block.add(num_steps * plain, num_steps * seconds, 1.0, *sums)
-        if self._is_over():
-            self._end_block()
-
-    def _is_over(self) -> bool:
-        """Whether the block ends."""
-        without = self._without(self._size)
-        self.needs_plain_steps = not without.count
-        is_short = self.is_trying or not without.count
-        if self._num_steps >= (_SHORT_BLOCK_STEPS if is_short else _BLOCK_STEPS):
-            return True
-        if not self.is_open or not is_short or self._num_steps < _LEAST_STEPS:
-            return False
-        # `_block` has only steps whose plain duration is known.
-        if without.value:
-            return self._lost(without) > max(_MOST_LOST, _MOST_STEPS_LOST * self._seconds / self._num_steps)
-        return self._seconds > _MOST_UNJUDGED
-
-    def reject(self) -> None:
-        """End a try because its drafts would not pay even if they were accepted."""
-        self.is_open = self.is_trying = False
-        if self._plain_size is not None:
-            size = _indebted(self._plain_size)
-            self._debts[size] = max(self._debt(size), _DEBT_REPAID * _REJECTED_SECONDS)
-        self._begin()
-
-    def review(self, num_rows: int, *, is_gain_expected: bool, may_pay: bool = True) -> None:
-        """End a block with drafts early if drafts are likely to lose with `num_rows`, unless the block is a try.
-
-        This is so in two cases. The last plain block had far fewer rows, and with so many drafts lost much before, or
-        have not gained yet and, by `may_pay`, would not pay even if they were accepted. Or the plan expects no gain,
-        and the block has lost.
-        """
-        if not self.is_open or self.is_trying:
-            return
-        size = _power(num_rows)
-        is_new = self._plain_size is not None and size > self._plain_size + 1
-        if is_new and (self._has_lost_much(size) or not (may_pay or self._has_gained(size))):
-            self.is_open = False
-            self._begin()
-        elif not is_gain_expected and self._seconds > _MOST_UNJUDGED:
-            without = self._without(self._size)
-            if without.value and self._lost(without) > _MOST_LOST:
-                # What drafts gained earlier was with other text.
-                self._end_block(remembered=0.0)
-
-    @property
-    def _size(self) -> int:
-        """The block's key in `_paces`.
-
-        Drafts change the number of running rows, so a block with drafts whose size has no pace without them has the
-        key of the last block without drafts, if the two are adjacent.
-        """
-        size = _power(-(-self._num_rows // self._num_steps))
-        if self.is_open and self._plain_size in (size - 1, size + 1) and not self._without(size).value:
-            return self._plain_size
-        return size
-
-    def _without(self, size: int) -> _Pace:
-        """The pace of a size without drafts."""
-        return self._paces[size][1] if size in self._paces else _Pace()
-
-    def _has_lost_much(self, size: int) -> bool:
-        """Whether drafts lost much in the last blocks with them of this size."""
-        return size in self._paces and 0.0 < self._paces[size][0].value < _LARGE_LOSS
-
-    def _has_gained(self, size: int) -> bool:
-        """Whether drafts paid in the last blocks with them of this size."""
-        return size in self._paces and self._paces[size][0].value >= _LEAST_PACE
-
-    def _debt(self, size: int) -> float:
-        """The debt of a size; a new one has the largest debt of smaller ones, since drafts lose with more rows too."""
-        size = _indebted(size)
-        if size in self._debts:
-            return self._debts[size]
-        return max((debt for other, debt in self._debts.items() if other < size), default=-_CREDIT)
-
-    def _lost(self, without: _Pace) -> float:
-        """Seconds that the block has lost by drafts; below 0 it has gained."""
-        return self._block.seconds - self._block.plain_as(without) / without.value
-
-    def _owe(self, size: int, seconds: float) -> None:
-        self._debts[_indebted(size)] = max(-_CREDIT, self._debt(size) + seconds)
-
-    def _end_block(self, *, remembered: float = _WITH_REMEMBERED) -> None:
-        size = self._size
-        with_drafts, without = self._paces.setdefault(size, (_Pace(), _Pace()))
-        block = self._block
-        if self.is_open:
-            self._num_open_blocks += 1
-            if without.value:
-                with_drafts.add(block.plain_as(without) / without.value, block.seconds, remembered)
-                self._owe(size, self._lost(without))
-        else:
-            self._num_open_blocks = 0
-            self._plain_size = size
-            sums = block.generating, block.num_generated, block.num_decodes
-            without.add(block.plain, block.seconds, _WITHOUT_REMEMBERED, *sums)
-            self._owe(size, -_DEBT_REPAID * block.seconds)
-        least = _LEAST_PACE if self.is_open and not self.is_trying else _OPENING_PACE
-        is_gaining = with_drafts.value >= least
-        if self.is_open:
-            most = min(_BLOCKS_PER_CHECK, _FIRST_BLOCKS_PER_CHECK * without.count)
-            self.is_open = is_gaining and self._num_open_blocks < most
-        else:
-            self.is_open = without.value > 0.0 and (is_gaining or self._debt(size) <= 0.0)
-        self.is_trying = self.is_open and not is_gaining
-        self._begin()
+_FIRST_RATE, _RATE_IN_TRIES = 0.7, 0.9
+"""Acceptance rate that is assumed before any draft was verified, and at least after a successful try; and for the
+value of a try: if drafts would bring no gain even then, none is made."""
+_LEARNT, _LEARNT_BY_ALL = 0.1, 0.02
+"""Weight of a draft in its sequence's acceptance rate, and in the rate of all sequences, used for new ones."""
+_LEAST_GAIN, _MARGIN = 1.05, 1.1
+"""Least relative gain in tokens per second for which drafts are made, and least expected gain of a row's last draft
+relative to its cost: measured times and acceptance rates may be too favourable."""
+_STEPS_PER_PLAN, _STEPS_PER_IDLE_PLAN = 8, 64
+"""Steps for which a plan is valid while the number of rows hardly changes, with drafts and without."""
+_STEPS_WITH_DRAFTS = 512
+"""Steps after which a step without drafts is made to measure its cost, if there was none and no model drafts."""
+_TRIES, _LEAST_TRIES = 0.008, 0.002
+"""Share of time spent on tries while some succeed, and the least share; each failed try halves it."""
+_TRYING_ROWS = 8
+"""The most sequences of a try where a model drafts."""
+_FIRST_SHARE, _FIRST_MEASURED = 8, 0.75
+"""One in so many sequences, but at least `_TRYING_ROWS`, drafts with a model until costs of that are known for such a
+share of them: a drafter may find nothing for some."""
 
 
 class _Record:
-    """The acceptance statistics of one sequence."""
+    """What is known of one sequence's drafts."""
 
-    __slots__ = ("limit", "misses", "rate", "resume", "tried")
+    __slots__ = ("limit", "rate", "tried")
 
     def __init__(self, limit: int) -> None:
         self.rate: float | None = None
         """Acceptance rate; None if no draft of the sequence was verified yet."""
-        self.limit = limit
-        self.misses = 0
-        self.resume = 0
-        """Length from which a sequence without drafts may try some."""
-        self.tried = 0
-        """The number of the sequence's last try."""
+        self.limit, self.tried = limit, 0
+        """The most drafts by the last plan, and the number of the sequence's last try."""
 
 
 class DraftPlan:
@@ -576,7 +521,7 @@ class DraftPlan:
         """Whether the plan has drafts for any sequence."""
         self._is_plain = False
         """Whether the next step has no drafts, so that its cost is measured."""
-        self._steps_left, self._interval = 0, _STEPS_PER_PLAN
+        self._steps_left = 0
         self._planned_size = 0
 
     @property
@@ -644,20 +589,17 @@ class DraftPlan:
             self.costs.note_step(batch.total_tokens_num, seconds / num_rounds - draft_seconds)
         if self._by_model and is_plain is not self.gate.is_open:
             # Steps that were scheduled before the gate opened or closed belong to neither kind of block.
-            plain, generating = self.costs.plain_seconds(num_rows, num_generated, num_prompt_tokens)
-            if takes_part and plain:
-                usual = self._seconds_without_prompts(batch, num_rows + num_drafts) * num_rounds
-                usual += self.costs.prompts(num_prompt_tokens, is_plain=False) or 0.0
-                if seconds > usual + (_LARGEST_DELAY - 1.0) * plain:
-                    seconds = usual
+            usual_rows = self.gate.usual_rows(batch.total_seqs_num) if self.gate.is_open else 0.0
+            plain = self.costs.plain_seconds(num_rows, num_generated, num_prompt_tokens, usual_rows)
+            usual = self._seconds_without_prompts(batch, num_rows + num_drafts)
+            usual += (self.costs.prompts(num_prompt_tokens, is_plain=False) or 0.0) / num_rounds
             self.gate.note(
                 batch.total_seqs_num,
                 seconds / num_rounds,
                 plain / num_rounds,
                 num_rounds * num_steps,
-                generating=generating / num_rounds,
-                num_generated=num_generated / num_rounds,
-                num_decodes=num_generated / max(1, num_rows) / num_rounds,
+                usual=usual,
+                num_decodes=num_rows,
             )
 
     def _seconds_without_prompts(self, batch: ScheduledBatch, num_tokens: int) -> float:
@@ -688,7 +630,7 @@ class DraftPlan:
             self.gate.review(len(seqs), is_gain_expected=self._gain > 1.0, may_pay=self._may_pay)
         if self.is_stopped:
             self._has_drafts, self._first_limit = False, 0
-            self._steps_left, self._planned_size = _MOST_STEPS_PER_IDLE_PLAN, 0
+            self._steps_left, self._planned_size = _STEPS_PER_IDLE_PLAN, 0
         elif self._try_cost is not None:
             self._try_credit = min(self._try_credit + num_steps * self._try_share, self._try_cost)
             if self._try_credit == self._try_cost:
@@ -735,11 +677,9 @@ class DraftPlan:
             pace = plain / seconds_of_try if plain else 1.0
             gain = (1.0 + _expected(_RATE_IN_TRIES, depth) * num_most / (num_rows * depth)) * pace
             if gain > best_try:
-                best_try = gain
-                self._plan_try(num_rows, depth, room, plain)
+                best_try, self._try_depth = gain, depth
+                self._try_rows = max(1, min(num_rows, room // depth, _TRYING_ROWS if self._by_model else num_rows))
                 self._is_try_short = _LEAST_STEPS * seconds_of_try <= _MOST_UNJUDGED
-                if gain <= _LEAST_GAIN:
-                    self._try_cost = None
             # The cost of each row's last draft in tokens of plain steps: drafts with a lower probability of acceptance
             # are left out.
             least = _MARGIN * num_rows * (seconds - shallower) / plain / max(1, num_most - num_fewer) if plain else 0.0
@@ -756,29 +696,22 @@ class DraftPlan:
             gain = math.exp(progress / num_rows) * (plain / seconds if plain else 1.0)
             if gain > best:
                 best, limits = gain, chosen
+        if best_try > _LEAST_GAIN:
+            tokens, rows = num_rows + self._try_rows * self._try_depth, self._try_rows
+            seconds = self.costs.with_drafting(tokens, rows, self._try_depth)
+            self._try_cost = max(0.0, seconds / plain - 1.0) if plain else 0.0
         self._gain = best
-        is_new = _size(num_rows) != self._planned_size
         for record, limit in zip(records, limits, strict=True):
-            is_new |= record.limit != limit
             record.limit = limit
         self._has_drafts = any(limits)
         self._planned_size = _size(num_rows)
-        most = _MOST_STEPS_PER_PLAN if self._has_drafts else _MOST_STEPS_PER_IDLE_PLAN
-        self._interval = _STEPS_PER_PLAN if is_new else min(2 * self._interval, most)
-        self._steps_left = self._interval
+        self._steps_left = _STEPS_PER_PLAN if self._has_drafts else _STEPS_PER_IDLE_PLAN
         # A new sequence has the average number of drafts of the others.
         self._first_limit = max(1, round(sum(limits) / num_rows)) if self._has_drafts else 0
 
-    def _plan_try(self, num_rows: int, depth: int, room: int, plain: float) -> None:
-        """Set the number of drafts of a try, its number of sequences, and its cost."""
-        self._try_depth = depth
-        self._try_rows = max(1, min(num_rows, room // depth, _TRYING_ROWS if self._by_model else num_rows))
-        seconds = self.costs.with_drafting(num_rows + self._try_rows * depth, self._try_rows, depth)
-        self._try_cost = max(0.0, seconds / plain - 1.0) if plain else 0.0
-
     def _try(self, seqs: Rows[Sequence]) -> None:
         """Choose the sequences without drafts that try some after the next step: those with the oldest last try."""
-        waiting = [seq for seq in seqs if not self._record(seq).limit and seq.num_tokens >= self._record(seq).resume]
+        waiting = [seq for seq in seqs if not self._record(seq).limit]
         if not waiting:
             return
         waiting.sort(key=lambda seq: self._records[seq.id].tried)
@@ -797,20 +730,13 @@ class DraftPlan:
             # This was a try: the earlier rate may be that of other text, so it is replaced.
             learnt_by_all = _LEARNT
             if num_accepted:
-                rate = max(rate, _RATE_AFTER_TRY)
+                rate = max(rate, _FIRST_RATE)
                 self._try_share, self._steps_left = _TRIES, 0
             else:
                 self._try_share = max(_LEAST_TRIES, self._try_share * 0.5 ** (1.0 / max(1, self._try_rows)))
-        for is_accepted in [True] * num_accepted + [False] * (num_accepted < num_drafts):
-            rate += _LEARNT * (is_accepted - rate)
-            self._rate += learnt_by_all * (is_accepted - self._rate)
-        record.rate = rate
-        if num_accepted:
-            record.misses = record.resume = 0
-        else:
-            pause = min(_FIRST_PAUSE << min(record.misses, 8), _LONGEST_PAUSE)
-            record.misses += 1
-            record.resume = len(seq.token_ids) + pause
+        is_rejected = num_accepted < num_drafts
+        record.rate = _learnt(rate, _LEARNT, num_accepted, is_rejected=is_rejected)
+        self._rate = _learnt(self._rate, learnt_by_all, num_accepted, is_rejected=is_rejected)
 
     def forget(self, seq: Sequence) -> None:
         """Remove the record of a finished sequence."""
@@ -821,6 +747,11 @@ class DraftPlan:
         if record is None:
             record = self._records[seq.id] = _Record(self._first_limit)
         return record
+
+
+def _learnt(rate: float, weight: float, num_accepted: int, *, is_rejected: bool) -> float:
+    """A rate after so many accepted drafts, and perhaps a rejected one after them."""
+    return (1.0 - (1.0 - rate) * (1.0 - weight) ** num_accepted) * (1.0 - weight * is_rejected)
 
 
 def _useful(rate: float, least: float, depth: int) -> int:

@@ -180,8 +180,8 @@ def test_prompts_cost_what_steps_with_as_many_tokens_of_them_took() -> None:
     for _ in range(10):
         costs.note_prompts(4, 0.0004, is_plain=True)
     costs.note_prompts(4096, 0.02, is_plain=True)
-    assert costs.plain_seconds(0, 0, 4) == pytest.approx((0.0004, 0.0))
-    assert costs.plain_seconds(0, 0, 4096) == pytest.approx((0.02, 0.0))
+    assert costs.plain_seconds(0, 0, 4) == pytest.approx(0.0004)
+    assert costs.plain_seconds(0, 0, 4096) == pytest.approx(0.02)
 
 
 def test_drafting_for_fewer_rows_costs_what_it_costs_for_so_many() -> None:
@@ -487,14 +487,17 @@ def test_rows_that_drafts_make_fewer_are_judged_by_the_plain_steps_before() -> N
 def test_contexts_that_grow_are_not_taken_for_rows_that_drafts_have_ended(num_rows: int, is_gain: bool) -> None:
     """Since the last plain block, steps take 1.5 times as long. A step of 4 rows takes 0.9 times as long as one of 8,
     so that drafts of 4 rows seem to gain 1.25 of what plain steps of 4 rows had, but lose to those of 8."""
-    gate, num_open = DraftGate(), 0
-    while gate.is_open:
-        gate.note(8, 0.002, 0.001, generating=0.001, num_generated=8, num_decodes=1)
+    plan, num_open = DraftPlan(K, by_model=True), 0
+    plan.costs.note_step(8, 0.001)
+    while not plan.is_stopped:
+        plan.note_step(step_of(8, [3] * 8, [3] * 8), 0.002, 8)
     for _ in range(16):
-        gate.note(8, 0.001, 0.001, generating=0.001, num_generated=8, num_decodes=1)
-    while gate.is_open and num_open < 200:
-        plain = 0.0015 * (1.0 if num_rows == 8 else 0.9)
-        gate.note(num_rows, plain / 1.25, plain, generating=plain, num_generated=num_rows, num_decodes=1)
+        plan.note_step(step_of(8), 0.001, 8)
+    plain = 0.0015 * (1.0 if num_rows == 8 else 0.9)
+    for _ in range(200):
+        plan.costs.note_step(num_rows, plain)
+    while not plan.is_stopped and num_open < 200:
+        plan.note_step(step_of(num_rows, [3] * num_rows, [3] * num_rows), plain / 1.25, num_rows)
         num_open += 1
     assert (num_open > 100) is is_gain
 
@@ -524,7 +527,7 @@ def test_a_long_interruption_does_not_end_drafts_that_pay() -> None:
     gate = DraftGate()
     run_gate(gate, 6, 0.5)
     assert gate.is_open
-    gate.note(8, 45.0, 0.001)
+    gate.note(8, 45.0, 0.001, usual=0.0005)
     assert sum(run_gate(gate, 100, 0.5)) > 85
 
 
