@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -137,7 +138,7 @@ class ScheduledBatch:
             tokens.append(seq.token_ids[end - count : end - len(drafts)] + drafts)
         return tokens
 
-    @property
+    @cached_property
     def draft_tokens(self) -> list[int]:
         """Drafts of all rows, in order. A row's drafts are the last of its scheduled tokens."""
         if not self.scheduled_spec_decode_tokens:
@@ -301,9 +302,10 @@ class StepBuilder:
         self.num_decodes = len(rows.seqs)
         self.counts, self.context_lens = rows.counts.copy(), lengths
         if any(seq.spec_token_ids for seq in rows.seqs):
-            drafts = ((seq.id, seq.spec_token_ids[: seq.num_drafts]) for seq in rows.seqs)
-            self.drafts = {seq_id: tokens for seq_id, tokens in drafts if tokens}
-            drafted = [len(self.drafts.get(seq.id, ())) for seq in rows.seqs]
+            room = [max(0, limit - length - 1) for limit, length in zip(rows.limits, lengths, strict=True)]
+            drafts = [seq.spec_token_ids[:most] for seq, most in zip(rows.seqs, room, strict=True)]
+            self.drafts = {seq.id: tokens for seq, tokens in zip(rows.seqs, drafts, strict=True) if tokens}
+            drafted = [*map(len, drafts)]
             self.counts = [1 + count for count in drafted]
             self.context_lens = [length + count for length, count in zip(lengths, drafted, strict=True)]
         self.num_decode_tokens = sum(self.counts)

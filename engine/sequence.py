@@ -213,7 +213,9 @@ class Sequence:
     def num_useful_drafts(self) -> int:
         """Number of drafts that could be accepted before `decode_limit`, in addition to the token that each step
         adds."""
-        return max(0, self.decode_limit - self.num_tokens - 1)
+        # A step with drafts asks each of its rows, so this calls no other property.
+        useful = min(self.token_limit, self.rope_limit) - len(self.token_ids) - self.num_placeholder - 1
+        return useful if useful > 0 else 0
 
     @property
     def num_drafts(self) -> int:

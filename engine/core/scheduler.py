@@ -449,9 +449,12 @@ class Scheduler:
         step.add_decodes(rows, lengths)
         for owner, cost in rows.costs.items():
             self._shares.charge(owner, cost)
+        costs: dict[str, float] = {}
         for seq_id, tokens in step.drafts.items():
             seq = step.seqs[seq_id]
-            self._shares.charge(seq.owner, len(tokens) / seq.weight)
+            costs[seq.owner] = costs.get(seq.owner, 0.0) + len(tokens) / seq.weight
+        for owner, cost in costs.items():
+            self._shares.charge(owner, cost)
         return True
 
     def _growths(self, rows: DecodeRows, lengths: list[int]) -> list[tuple[Sequence, int]]:

@@ -182,24 +182,28 @@ class SubmittedSteps:
             token_ids, matcher = seq.token_ids, seq.matcher
             accepted: list[int] = []
             output = RequestOutput(seq.id, accepted, time=now - seq.sent_time)
+            if (
+                matcher is None
+                and not seq.stop_token_sequences
+                and len(token_ids) + len(new_tokens) < seq.token_limit
+                and seq.end_tokens.isdisjoint(new_tokens)
+            ):
+                # None of them ends the answer.
+                token_ids += new_tokens
+                accepted += new_tokens
+                new_tokens = ()
             for token_id in new_tokens:
                 if matcher is not None and token_id not in seq.end_tokens and not matcher.accept(token_id):
                     refusals[seq.id] = matcher.error or ""
                     break
                 token_ids.append(token_id)
                 accepted.append(token_id)
-                if (
-                    token_id in seq.end_tokens
-                    or len(token_ids) >= seq.token_limit
-                    or seq.stop_token_sequences
-                    or matcher is not None
-                ):
-                    reason = self._leave_reason(seq, token_id)
-                    if reason is not None:
-                        seq.leave_reason = output.finish_reason = reason
-                        output.finished = True
-                        finished.append(seq)
-                        break
+                reason = self._leave_reason(seq, token_id)
+                if reason is not None:
+                    seq.leave_reason = output.finish_reason = reason
+                    output.finished = True
+                    finished.append(seq)
+                    break
             if matcher is not None:
                 self._pool.charge_grammar(seq)
             if not accepted:

@@ -175,20 +175,15 @@ class Drafts:
         if not is_current:
             return [0] * len(seqs)
         # The scheduled step itself yields at least one token.
-        if self.plan.is_idle:
-            limits = [0] * num_decodes + [self._next_limit(seq) for seq in islice(seqs, num_decodes, None)]
-        else:
-            limits = [self._next_limit(seq) for seq in seqs]
-        return self.plan.limit_rows(limits)
+        num_idle, limit_of = num_decodes if self.plan.is_idle else 0, self.plan.limit
+        limits = [max(0, min(limit_of(seq), seq.num_useful_drafts - 1)) for seq in islice(seqs, num_idle, None)]
+        return self.plan.limit_rows([0] * num_idle + limits)
 
     def num_next_interposed(self, num_rows: int) -> list[int] | None:
         """As `num_next`, for the prompts of an interposed step, whose sequences draft from their next step on."""
         if not self._drafts_by_model:
             return None
         return [] if self.pause_left or self.plan.is_stopped else [0] * num_rows
-
-    def _next_limit(self, seq: Sequence) -> int:
-        return self._limit(seq, seq.num_useful_drafts - 1)
 
     def _limit(self, seq: Sequence, num_useful: int) -> int:
         return min(self.plan.limit(seq), num_useful) if num_useful > 0 else 0
