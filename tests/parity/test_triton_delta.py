@@ -8,10 +8,10 @@ import torch
 from models.ops.triton import gated_delta as gated_delta_net
 from models.ops.triton.cases import gated_delta as reference
 from tests.parity.triton_interpreter import DEVICE, rdna  # noqa: F401, a fixture
+from tests.sweeps import sweep
 
 # The norm after it amplifies rounding errors of values near zero: the sum of squares shows where.
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 SLOTS, TAPS = 5, 4
 
 
@@ -36,17 +36,16 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
 
 
-@DTYPES
-@pytest.mark.parametrize("heads", [Heads(2, 2, 16, 16), Heads(3, 1, 6, 20)], ids=["grouped", "odd"])
-@pytest.mark.parametrize(
-    "rows",
-    [
-        Rows([1, 1, 1], [9, 2, 30], 3),
-        Rows([35, 2], [35, 40], 0),
-        Rows([1, 1, 3, 16], [5, 8, 3, 20], 2),
-        Rows([1, 17], [1, 50], 0),
-    ],
-    ids=["decodes", "prompts", "both", "a prompt of one token"],
+@sweep(
+    2,
+    rows={
+        "decodes": Rows([1, 1, 1], [9, 2, 30], 3),
+        "prompts": Rows([35, 2], [35, 40], 0),
+        "both": Rows([1, 1, 3, 16], [5, 8, 3, 20], 2),
+        "a prompt of one token": Rows([1, 17], [1, 50], 0),
+    },
+    heads={"grouped": Heads(2, 2, 16, 16), "odd": Heads(3, 1, 6, 20)},
+    dtype={"float32": torch.float32, "bfloat16": torch.bfloat16},
 )
 def test_each_rows_tokens_pass_its_state(rows: Rows, heads: Heads, dtype: torch.dtype) -> None:
     assert_as_the_reference(rows, heads, dtype)
