@@ -239,6 +239,14 @@ def unread_answers(port: Port, over: Over) -> None:
     _little_read(port, over, lambda number: keyed(number, "/v1/completions", json_of(**body, stream=number % 2 == 0)))
 
 
+def unread_prompts(port: Port, over: Over) -> None:
+    """Answers of 24 MB, with the log probabilities of prompts, that are read at one byte per second."""
+    body = {"max_tokens": 1, "echo": True, "logprobs": 20, "n": 12}
+    _little_read(
+        port, over, lambda number: keyed(number, "/v1/completions", json_of(**body, prompt=[number % 300 + 5] * 3500))
+    )
+
+
 def expectations(port: Port, over: Over) -> None:
     """Heads that announce a body of a gigabyte, or expect an interim response, and then nothing."""
     _held(
@@ -722,7 +730,18 @@ ATTACKS: dict[str, Callable[[Port, Over], None]] = {
 KEYED_ATTACKS: dict[str, Callable[[Port, Over], None]] = {
     each.__name__: each
     for each in (
-        *(unread_probes, unread_answers, expectations, gigabytes, shapes, wrong_keys, resumes, uploads, batches),
+        *(
+            unread_probes,
+            unread_answers,
+            unread_prompts,
+            expectations,
+            gigabytes,
+            shapes,
+            wrong_keys,
+            resumes,
+            uploads,
+            batches,
+        ),
         *(odd_json, background, heavy_keys),
         *(tokenising, grammars, lexers, references, tables, cancels, scrapes, strange_keys, admin_calls, resume_flood),
         *(resets, half_closed, header_fields, trailers, downloads, stream_readers),
