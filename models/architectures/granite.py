@@ -17,12 +17,16 @@ class GraniteAttention(LlamaAttention):
     """Grouped-query attention with the scale of the config."""
 
     @staticmethod
-    def score_scale(config: ModelConfig) -> float:
-        """The scale of the attention scores."""
-        return config.fields.number("attention_multiplier", 1.0)
+    def score_scale(config: ModelConfig) -> float | None:
+        """The scale of the attention scores; None for `head_dim ** -0.5`."""
+        fields, name = config.fields, "attention_multiplier"
+        return fields.number(name) if fields.has(name) else None
 
 
-@architecture("GraniteForCausalLM", ConfigFacts(defaults={"rms_norm_eps": 1e-6}, has_mlp_bias=True))
+DEFAULTS = {"attention_multiplier": 1.0, "rms_norm_eps": 1e-6}
+
+
+@architecture("GraniteForCausalLM", ConfigFacts(defaults=DEFAULTS, has_mlp_bias=True))
 class GraniteForCausalLM(LlamaForCausalLM):
     """Granite 3 with its language-model head."""
 
@@ -44,7 +48,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
         )
 
 
-@architecture("GraniteMoeForCausalLM", ConfigFacts(defaults={"rms_norm_eps": 1e-6}))
+@architecture("GraniteMoeForCausalLM", ConfigFacts(defaults=DEFAULTS))
 class GraniteMoeForCausalLM(GraniteForCausalLM):
     """Granite 3 with experts, with its language-model head."""
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
-from models.architectures.granite import GraniteAttention
+from models.architectures.granite import DEFAULTS, GraniteAttention
 from models.architectures.hybrid import (
     LAYER_KINDS,
     MAMBA_DEFAULTS,
@@ -95,7 +95,7 @@ def _experts(config: ModelConfig, num_experts: int, parallel: TensorParallel) ->
     ConfigFacts(
         defaults={
             **MAMBA_DEFAULTS,
-            "rms_norm_eps": 1e-6,
+            **DEFAULTS,
             "intermediate_size": 11008,
             "max_position_embeddings": 2048,
         },

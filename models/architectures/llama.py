@@ -340,8 +340,11 @@ class SandwichDecoderLayer(nn.Module):
         parallel: TensorParallel,
         *,
         norm: MakeNorm = RMSNorm,
+        residual_scale: float = 1.0,
     ) -> None:
+        """`residual_scale`: see `LlamaDecoderLayer`."""
         super().__init__()
+        self.residual_scale = residual_scale
         self.is_local = config.sliding_windows[layer] is not None
         self.self_attn = attention(config, layer, parallel)
         self.mlp = feed_forward(config, layer, parallel)
@@ -356,9 +359,15 @@ class SandwichDecoderLayer(nn.Module):
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
         attended = self.self_attn(self.input_layernorm(hidden), cos, sin)
-        hidden = self.post_attention_layernorm.norm_add(attended, hidden)
+        hidden = self._added(hidden, attended, self.post_attention_layernorm)
         fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
-        return self.post_feedforward_layernorm.norm_add(fed_forward, hidden)
+        return self._added(hidden, fed_forward, self.post_feedforward_layernorm)
+
+    def _added(self, hidden: torch.Tensor, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """`hidden`, which may be overwritten, plus the scaled norm of `x`. # [tokens, hidden_size] each"""
+        if self.residual_scale == 1.0:
+            return norm.norm_add(x, hidden)
+        return add_rows(hidden, norm(x), self.residual_scale)
 
 
 class PostNormDecoderLayer(nn.Module):
