@@ -13,6 +13,7 @@ from models.architectures.llama import (
     DecoderBody,
     FeedForward,
     LlamaAttention,
+    LlamaDecoderLayer,
     LlamaForCausalLM,
     LlamaModel,
     plain_feed_forward,
@@ -76,7 +77,10 @@ class AlibiForCausalLM(LlamaForCausalLM):
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """The body of the model: all modules except the head."""
         norm = partial(LayerNorm, bias=self.has_norm_biases)
-        body = self.model_class(config, self.attention, self.feed_forward, parallel, norm=norm)
+        # A field of BLOOM.
+        is_normed = config.fields.boolean("apply_residual_connection_post_layernorm", False)
+        layer = NormedResidualDecoderLayer if is_normed else LlamaDecoderLayer
+        body = self.model_class(config, self.attention, self.feed_forward, parallel, decoder_layer=layer, norm=norm)
         body.rotary_emb = AlibiEmbedding(config.head_dim, config.max_model_len)
         return body
 
@@ -103,6 +107,18 @@ class BloomModel(LlamaModel):
         return self.embed_norm(super().embedded(input_ids))  # type: ignore[no-any-return]
 
 
+class NormedResidualDecoderLayer(LlamaDecoderLayer):
+    """A decoder layer whose residual connections begin after the norms."""
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `LlamaDecoderLayer`."""
+        normed, _ = self.input_layernorm.add_norm(hidden, residual)
+        normed, _ = self.post_attention_layernorm.add_norm(self.self_attn(normed, cos, sin), normed)
+        return self.mlp(normed), normed
+
+
 class BloomAttention(AlibiAttention):
     """Attention with ALiBi whose projections are one tensor, in which each head has a query, a key and a value."""
 
@@ -119,8 +135,6 @@ def _with_sizes(fields: Fields) -> Fields:
 
 
 def _complete_bloom(fields: Fields) -> Fields:
-    if fields.boolean("apply_residual_connection_post_layernorm", False):
-        raise fields.invalid("apply_residual_connection_post_layernorm", "false, as in all published checkpoints")
     if fields.boolean("slow_but_exact", False) and fields.integer("pretraining_tp", 1) > 1:
         raise fields.invalid("slow_but_exact", "false: with pretraining_tp above 1, transformers then drops biases")
     return _with_sizes(fields)
@@ -131,9 +145,13 @@ def _complete_bloom(fields: Fields) -> Fields:
     ConfigFacts(
         defaults={
             "has_biases": True,
+            "hidden_size": 64,
             "layer_norm_epsilon": 1e-5,
             "max_position_embeddings": 2048,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 2,
             "tie_word_embeddings": True,
+            "vocab_size": 250880,
         },
         complete=_complete_bloom,
         renamed={

@@ -40,7 +40,9 @@ class BailingDeltaAttention(DeltaMixer):
         heads, dim = config.num_attention_heads, fields.integer("linear_head_dim")
         taps = fields.integer("short_conv_kernel_size", minimum=2)
         bound = _bound(fields) if fields.boolean("kda_safe_gate", True) else 0.0
-        shape = DeltaShape(size, heads, heads, dim, dim, taps, decays=dim, most=1.0, bound=bound)
+        shape = DeltaShape(
+            size, heads, heads, dim, dim, taps, decays=dim, most=1.0, bound=bound, activation=config.activation
+        )
         super().__init__(f"model.layers.{layer}.self_attn", shape, parallel)
         self.f_proj = ColumnParallelLinear(size, heads * dim, parallel=parallel)
         self.g_proj = ColumnParallelLinear(size, heads * dim, parallel=parallel)

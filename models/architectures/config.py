@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from models.architectures.registry import ARCHITECTURES, TEXT_PARTS, ConfigFacts
-from models.config.defaults import of_text_kind, with_left_out
+from models.architectures.registry import ARCHITECTURES, LATENT_HEAD, TEXT_PARTS, ConfigFacts
+from models.config.defaults import has_own_head, of_text_kind, with_left_out
 from models.config.fields import Fields, read_config, read_generation_config, with_parts
 from models.config.rope import RopeConfig, RopeContext, parse_rope, rotated_whole, with_one_rope
 from models.quantization.config import ROUNDING_FIELD, QuantizationConfig
@@ -25,6 +25,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_accurate": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
 }
@@ -102,11 +104,6 @@ class ModelConfig(CheckpointConfig):
     def rope_context(self, served: int) -> RopeContext | None:
         return self.rope.context(served)
 
-    def require_silu(self) -> None:
-        """Raise `CheckpointError` if `hidden_act` is not SiLU, which is the only activation of short convolutions."""
-        if self.activation != "silu":
-            raise self.fields.invalid("hidden_act", '"silu", which is the convolution\'s too')
-
     @classmethod
     def from_checkpoint(
         cls, path: Path, architecture: str | None = None, *, is_bidirectional: bool = False
@@ -116,12 +113,12 @@ class ModelConfig(CheckpointConfig):
         `architecture`: the architecture that computes the model, if it is not the one in config.json.
         """
         whole = read_config(path)
-        config, text_architecture = text_part(whole, path)
+        config, text_architecture = text_part(whole)
         architecture = architecture or text_architecture or _architecture(config)
         facts = ARCHITECTURES[architecture].facts
         config = with_one_rope(config)
         config = config.with_names(facts.renamed).with_defaults(facts.defaults)
-        config = Fields({**facts.absent, **config.values}, config.where)
+        config = Fields({**facts.absent, **config.values, **facts.fixed}, config.where)
         config = with_left_out(config, architecture, is_text_part=text_architecture is not None)
         if facts.complete is not None:
             config = facts.complete(config)
@@ -135,10 +132,14 @@ class ModelConfig(CheckpointConfig):
             named = with_names(config.values["quantization_config"], facts.rename)
             config = Fields({**config.values, "quantization_config": named}, config.where)
         generation = read_generation_config(path)
+        if not is_bidirectional and not config.boolean("is_causal", True):
+            raise config.invalid("is_causal", "true: a generated token sees only earlier ones")
         hidden_size = config.integer("hidden_size")
         num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
         heads = config.integer("num_attention_heads")
-        kv_heads = config.integer("num_key_value_heads", heads)
+        # Latent attention has no KV heads, and transformers ignores the field there.
+        is_latent = facts.head_dim_field == LATENT_HEAD
+        kv_heads = heads if is_latent else config.integer("num_key_value_heads", heads)
         if heads % kv_heads:
             raise config.invalid("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
         head_dim = _head_dim(config, facts, hidden_size, heads)
@@ -161,14 +162,14 @@ class ModelConfig(CheckpointConfig):
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             max_model_len=max(max_position_embeddings, rope.scaled_max_len),
-            rms_norm_eps=config.number(facts.eps_field),
+            rms_norm_eps=config.number(facts.eps_field, may_be_zero=True),
             rope=rope,
             attention_bias=config.boolean(facts.biases_field or facts.bias_field, False),
             mlp_bias=config.boolean(facts.biases_field or "mlp_bias", False)
             if facts.biases_field or facts.has_mlp_bias
             else False,
-            tie_word_embeddings=config.boolean("tie_word_embeddings", False),
-            activation=_activation(config, facts),
+            tie_word_embeddings=config.boolean("tie_word_embeddings", False) and not has_own_head(path),
+            activation=activation_of(config, *facts.activation),
             dtype=checkpoint_dtype(config),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=generation.token_ids("eos_token_id") or config.token_ids("eos_token_id"),
@@ -228,7 +229,7 @@ _GENERATOR = re.compile(
 """Matches the names of Cosmos 3's tensors that generate images, sounds and actions, which are not loaded."""
 
 
-def text_part(config: Fields, checkpoint: Path) -> tuple[Fields, str | None]:
+def text_part(config: Fields) -> tuple[Fields, str | None]:
     """Return the text part's configuration and architecture of a multimodal checkpoint, else `config` and None.
 
     Raises `CheckpointError` if the text part's architecture is not implemented.
@@ -241,7 +242,7 @@ def text_part(config: Fields, checkpoint: Path) -> tuple[Fields, str | None]:
     if section is None:
         # Published checkpoints of Qwen2-VL and PaddleOCR-VL have the text part's fields at the top level.
         kind, text = next(iter(known.items()))
-        return of_text_kind(config, kind, checkpoint), text
+        return of_text_kind(config, kind), text
     kind = section.string("model_type", next(iter(known)))
     if kind not in known:
         raise section.invalid("model_type", f"one of {', '.join(known)}")
@@ -251,7 +252,7 @@ def text_part(config: Fields, checkpoint: Path) -> tuple[Fields, str | None]:
     values = {**section.values, **values}
     if "quantization_config" in values:
         values["quantization_config"] = with_names(values["quantization_config"], lambda name: text_name(name) or name)
-    return of_text_kind(Fields(values, section.where), kind, checkpoint), known[kind]
+    return of_text_kind(Fields(values, section.where), kind), known[kind]
 
 
 def text_name(name: str) -> str | None:
@@ -284,8 +285,8 @@ def _architecture(config: Fields) -> str:
     return str(names[0])
 
 
-def _activation(config: Fields, facts: ConfigFacts) -> str:
-    name, default = facts.activation
+def activation_of(config: Fields, name: str, default: str) -> str:
+    """The activation in a field, as a value of `ACTIVATIONS`. Raises `CheckpointError` for an unknown one."""
     activation = config.string(name, default)
     if activation not in ACTIVATIONS:
         raise config.invalid(name, f"one of {', '.join(ACTIVATIONS)}")

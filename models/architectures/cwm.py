@@ -33,6 +33,7 @@ _FACTS = ConfigFacts(
     defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 8192},
     complete=_complete,
     bias_field="",
+    has_mlp_bias=True,
     windowed_layers=_windowed,
 )
 

@@ -13,7 +13,7 @@ from torch import nn
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM, LlamaMLP
 from models.architectures.ministral3 import QueryGrowth
-from models.architectures.registry import INDEXED_LAYERS, ConfigFacts, architecture
+from models.architectures.registry import INDEXED_LAYERS, LATENT_HEAD, ConfigFacts, architecture
 from models.config.fields import Fields
 from models.layers.base import CacheSpec
 from models.layers.mla import LightningIndexer, MLAAttention, MLAShape
@@ -43,19 +43,30 @@ class DeepseekAttention(MLAAttention):
         return None if self.growth is None else self.growth.scales()
 
 
-_LATENT = ConfigFacts(head_dim_field="qk_rope_head_dim")
-_INDEXED = ConfigFacts(head_dim_field="qk_rope_head_dim", layer_kinds=INDEXED_LAYERS)
+_EXPERTS = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"}
+_V2_FACTS = ConfigFacts(
+    defaults={"first_k_dense_replace": 0}, renamed=_EXPERTS, head_dim_field=LATENT_HEAD, has_mlp_bias=True
+)
+_V3_DEFAULTS = {"first_k_dense_replace": 3, "n_group": 8, "num_experts_per_tok": 8, "topk_group": 4}
+_V3_FACTS = ConfigFacts(defaults=_V3_DEFAULTS, renamed=_EXPERTS, head_dim_field=LATENT_HEAD)
+_V32_FACTS = ConfigFacts(
+    defaults={**_V3_DEFAULTS, "index_topk": 2048},
+    renamed=_EXPERTS,
+    head_dim_field=LATENT_HEAD,
+    layer_kinds=INDEXED_LAYERS,
+)
 
 _GLM5_FACTS = ConfigFacts(
     defaults={"first_k_dense_replace": 3, "n_group": 1, "n_shared_experts": 1, "topk_group": 1},
-    head_dim_field="qk_rope_head_dim",
+    renamed=_EXPERTS,
+    head_dim_field=LATENT_HEAD,
     layer_kinds=INDEXED_LAYERS,
 )
 
 
 _LITE_FACTS = ConfigFacts(
     defaults={"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    head_dim_field="qk_rope_head_dim",
+    head_dim_field=LATENT_HEAD,
     rotates_parts=True,
     renamed={"num_local_experts": "n_routed_experts"},
 )
@@ -85,14 +96,14 @@ _MISTRAL4_FACTS = ConfigFacts(
         "topk_group": 1,
     },
     complete=_rotated_parts,
-    head_dim_field="qk_rope_head_dim",
+    head_dim_field=LATENT_HEAD,
     renamed={"num_local_experts": "n_routed_experts"},
 )
 
 
-@architecture(_V2, _LATENT)
-@architecture("DeepseekV3ForCausalLM", _LATENT)
-@architecture(_V32, _INDEXED)
+@architecture(_V2, _V2_FACTS)
+@architecture("DeepseekV3ForCausalLM", _V3_FACTS)
+@architecture(_V32, _V32_FACTS)
 @architecture(_GLM5, _GLM5_FACTS)
 @architecture("Glm4MoeLiteForCausalLM", _LITE_FACTS)
 @architecture(_MISTRAL4, _MISTRAL4_FACTS)

@@ -26,7 +26,10 @@ _DEFAULTS = {
 }
 
 
-@architecture("Dots1ForCausalLM", ConfigFacts(defaults=_DEFAULTS, windowed_layers=_windowed))
+@architecture(
+    "Dots1ForCausalLM",
+    ConfigFacts(defaults=_DEFAULTS, renamed={"num_local_experts": "n_routed_experts"}, windowed_layers=_windowed),
+)
 class Dots1ForCausalLM(Glm4MoeForCausalLM):
     """dots.llm1 with its language-model head."""
 

@@ -11,7 +11,7 @@ from models.config.fields import Fields
 from models.layers.moe import FusedMoE, SparseMoE
 from models.layers.routing import GroupedRouter
 from models.ops.activation import gated_activation
-from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+from models.parallel.tensor_parallel import TensorParallel
 
 
 class Ernie4_5Attention(LlamaAttention):
@@ -20,24 +20,34 @@ class Ernie4_5Attention(LlamaAttention):
     rotates_pairs: ClassVar[bool] = True
 
 
+_LEAST_SUM = 1e-6
 _DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True}
 
 
-@architecture("Ernie4_5ForCausalLM", ConfigFacts(defaults={**_DEFAULTS, "head_dim": 128}, biases_field="use_bias"))
+@architecture(
+    "Ernie4_5ForCausalLM", ConfigFacts(absent={"head_dim": 128}, defaults=_DEFAULTS, biases_field="use_bias")
+)
 class Ernie4_5ForCausalLM(LlamaForCausalLM):
     """Ernie 4.5 with its language-model head."""
 
     attention: ClassVar[type[nn.Module]] = Ernie4_5Attention
 
 
-@architecture("Ernie4_5_MoeForCausalLM", ConfigFacts(defaults=_DEFAULTS))
+_MOE_FACTS = ConfigFacts(
+    defaults={**_DEFAULTS, "moe_k": 6},
+    renamed={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+    biases_field="use_bias",
+)
+
+
+@architecture("Ernie4_5_MoeForCausalLM", _MOE_FACTS)
 class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
     """Ernie 4.5 with experts, with its language-model head."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
-        if config.fields.boolean("use_bias", False):
-            raise config.fields.invalid("use_bias", "false: a bias of the language-model head is not implemented")
-        super().__init__(config, parallel)
+    @staticmethod
+    def head_bias(config: ModelConfig) -> bool:
+        """Whether the logits have a bias."""
+        return config.attention_bias
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
@@ -49,6 +59,8 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
         top_k = fields.integer("moe_k")
         if top_k > num_experts:
             raise fields.invalid("moe_k", f"at most moe_num_experts, {num_experts}")
+        if fields.number("moe_norm_min", 1e-12, may_be_zero=True) > _LEAST_SUM:
+            raise fields.invalid("moe_norm_min", f"at most {_LEAST_SUM:g}: sums of weights are not limited")
         gate = GroupedRouter(
             config.hidden_size,
             num_experts,

@@ -39,7 +39,12 @@ def _windowed(fields: Fields, num_layers: int) -> Sequence[bool]:
 
 @architecture(
     "Exaone4ForCausalLM",
-    ConfigFacts(absent={"sliding_window": 4096}, defaults={"rms_norm_eps": 1e-5}, windowed_layers=_windowed),
+    ConfigFacts(
+        absent={"sliding_window": 4096},
+        defaults={"rms_norm_eps": 1e-5},
+        bias_field="",
+        windowed_layers=_windowed,
+    ),
 )
 class Exaone4ForCausalLM(LlamaForCausalLM):
     """EXAONE 4 with its language-model head."""
@@ -67,6 +72,7 @@ class Exaone4ForCausalLM(LlamaForCausalLM):
             "routed_scaling_factor": 2.5,
             "topk_group": 1,
         },
+        bias_field="",
         renamed={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
         windowed_layers=_windowed,
     ),

@@ -111,6 +111,7 @@ class FalconH1ForCausalLM(HybridForCausalLM):
             eps=config.rms_norm_eps,
             dt_limits=dt_limits(fields),
             multipliers=(z, x, b, c, dt),
+            activation=config.activation,
         )
 
         def decoder_layer(layer: int) -> nn.Module:

@@ -38,10 +38,14 @@ class Glm4MoeAttention(NoOutputBiasAttention):
         return HeadNorms(self.q_norm.operand, self.k_norm.operand) if self.has_norms else None
 
 
+_EXPERTS = {"num_local_experts": "n_routed_experts"}
+
+
 @architecture(
     "Glm4MoeForCausalLM",
     ConfigFacts(
         defaults={"first_k_dense_replace": 1, "n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1},
+        renamed=_EXPERTS,
         rotates_parts=True,
     ),
 )
@@ -99,7 +103,7 @@ _SOLAR = {
 }
 
 
-@architecture("SolarOpenForCausalLM", ConfigFacts(defaults=_SOLAR, rotates_parts=True))
+@architecture("SolarOpenForCausalLM", ConfigFacts(defaults=_SOLAR, renamed=_EXPERTS, rotates_parts=True))
 class SolarOpenForCausalLM(Glm4MoeForCausalLM):
     """Solar Open with its language-model head."""
 

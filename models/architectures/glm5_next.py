@@ -221,7 +221,8 @@ class Glm5NextForCausalLM(LlamaForCausalLM):
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """The body of the model: all modules except the head."""
-        config.require_silu()
+        if config.activation != "silu":
+            raise config.fields.invalid("hidden_act", '"silu", the only activation that is clipped')
         return Glm5NextModel(config, parallel)
 
     @staticmethod

@@ -17,10 +17,9 @@ class GraniteAttention(LlamaAttention):
     """Grouped-query attention with the scale of the config."""
 
     @staticmethod
-    def score_scale(config: ModelConfig) -> float | None:
-        """The scale of the attention scores; None for `head_dim ** -0.5`."""
-        fields, name = config.fields, "attention_multiplier"
-        return fields.number(name) if fields.has(name) else None
+    def score_scale(config: ModelConfig) -> float:
+        """The scale of the attention scores."""
+        return config.fields.number("attention_multiplier", config.head_dim**-0.5)
 
 
 DEFAULTS = {"attention_multiplier": 1.0, "rms_norm_eps": 1e-6}

@@ -170,7 +170,6 @@ def mamba_mixer(
     `inner`: number of features of all heads, by default `mamba_expand` times the hidden size.
     """
     fields = config.fields
-    config.require_silu()
     heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
     if inner is None:
         inner = fields.integer("mamba_expand") * config.hidden_size
@@ -201,6 +200,7 @@ def mamba_options(config: ModelConfig) -> Mamba2Options:
         conv_bias=fields.boolean("mamba_conv_bias", True),
         eps=config.rms_norm_eps,
         dt_limits=dt_limits(fields),
+        activation=config.activation,
     )
 
 

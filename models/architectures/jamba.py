@@ -48,7 +48,6 @@ class JambaForCausalLM(HybridForCausalLM):
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """The body of the model: all modules except the head."""
         fields = config.fields
-        config.require_silu()
 
         def decoder_layer(layer: int) -> nn.Module:
             feed_forward = self.feed_forward(config, layer, parallel)
@@ -92,5 +91,6 @@ def _mixer(config: ModelConfig, layer: int, parallel: TensorParallel) -> MambaMi
         conv_bias=fields.boolean("mamba_conv_bias", True),
         norms="weighted",
         eps=config.rms_norm_eps,
+        activation=config.activation,
     )
     return MambaMixer(f"model.layers.{layer}.mamba", shape, parallel)

@@ -53,7 +53,10 @@ class KimiDeltaAttention(DeltaMixer):
         fields = config.fields
         heads, dim = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
         taps, size = fields.integer("linear_conv_kernel_dim", minimum=2), config.hidden_size
-        shape = DeltaShape(size, heads, heads, dim, dim, taps, decays=dim, most=1.0, bound=self.bound(fields))
+        bound, activation = self.bound(fields), config.activation
+        shape = DeltaShape(
+            size, heads, heads, dim, dim, taps, decays=dim, most=1.0, bound=bound, activation=activation
+        )
         super().__init__(f"model.layers.{layer}.self_attn", shape, parallel)
         self.f_a_proj, self.g_a_proj = ColumnParallelLinear(size, dim), ColumnParallelLinear(size, dim)
         self.f_b_proj = ColumnParallelLinear(dim, heads * dim, parallel=parallel)
@@ -141,7 +144,6 @@ class KimiLinearForCausalLM(HybridForCausalLM):
 
     def hybrid_body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """The body whose layers are latent or recurrent by `layer_types`."""
-        config.require_silu()
         kinds = config.fields.strings("layer_types")
 
         def decoder_layer(layer: int) -> nn.Module:

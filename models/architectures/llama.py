@@ -503,7 +503,7 @@ def _stream(norm: RMSNorm, hidden: torch.Tensor, residual: torch.Tensor | None, 
 
 
 @architecture("LlamaForCausalLM", ConfigFacts(has_mlp_bias=True))
-@architecture("MistralForCausalLM", ConfigFacts(is_windowed=True))
+@architecture("MistralForCausalLM", ConfigFacts(fixed={"use_sliding_window": None}, bias_field="", is_windowed=True))
 @architecture("MinistralForCausalLM", ConfigFacts(absent={"sliding_window": 4096}, bias_field="", is_windowed=True))
 class LlamaForCausalLM(nn.Module):
     """Llama with its language-model head."""

@@ -59,7 +59,6 @@ class Mamba2ForCausalLM(HybridForCausalLM):
     def mixer(cls, config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
         """Build the layer's only sublayer."""
         fields = config.fields
-        config.require_silu()
         heads, dim, groups = fields.integer("num_heads"), fields.integer("head_dim"), fields.integer("n_groups")
         if heads * dim != fields.integer("expand") * config.hidden_size:
             raise fields.invalid("num_heads", f"expand times hidden_size, shared by heads of {dim}")
@@ -72,6 +71,7 @@ class Mamba2ForCausalLM(HybridForCausalLM):
             conv_bias=fields.boolean("use_conv_bias", True),
             eps=config.rms_norm_eps,
             dt_limits=dt_limits(fields),
+            activation=config.activation,
         )
         shape = Mamba2Shape(config.hidden_size, heads, dim, groups, state, taps)
         return Mamba2Mixer(f"model.layers.{layer}.mixer", shape, options, parallel)
@@ -103,7 +103,6 @@ class MambaForCausalLM(Mamba2ForCausalLM):
     def mixer(cls, config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
         """Build the layer's only sublayer."""
         fields = config.fields
-        config.require_silu()
         shape = MambaShape(
             config.hidden_size,
             config.intermediate_size,
@@ -114,6 +113,7 @@ class MambaForCausalLM(Mamba2ForCausalLM):
             conv_bias=fields.boolean("use_conv_bias", True),
             norms=cls.norms,
             eps=fields.number("mixer_rms_eps", 1e-6),
+            activation=config.activation,
         )
         return MambaMixer(f"model.layers.{layer}.mixer", shape, parallel)
 

@@ -20,8 +20,8 @@ from models.layers.linear import ColumnParallelLinear, PackedLinear, RowParallel
 from models.layers.lora import OutputPart, Span
 from models.layers.mamba2 import StateSpaceWeights, state_space
 from models.layers.norm import HeadsRMSNorm, RMSNorm
-from models.ops.activation import activate, gate_heads
-from models.ops.types import SILU, StateCache
+from models.ops.activation import ACTIVATIONS, activate, gate_heads
+from models.ops.types import StateCache
 from models.parallel.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class LightningAttention(nn.Module):
         local = parallel.share(heads, "num_attention_heads")
         first, wide = parallel.rank * local, heads * dim
         self.num_heads, self.head_dim = local, dim
+        self.activation = ACTIVATIONS[config.activation]
         # The checkpoint groups q, k and v by head; the state space reads all values, then all keys, then all queries.
         spans = tuple(
             Span(((first + head) * 3 + kind) * dim, dim, (row * local + head) * dim)
@@ -63,7 +64,7 @@ class LightningAttention(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""
-        read = between_graphs(self._remember, activate(self.qkv_proj(hidden), SILU))
+        read = between_graphs(self._remember, activate(self.qkv_proj(hidden), self.activation))
         normed, gate = self.norm(read), self.output_gate(hidden)
         shape = len(hidden), self.num_heads, self.head_dim
         gated = gate_heads(normed.view(shape), gate.view(shape))
@@ -150,7 +151,7 @@ def _complete(fields: Fields) -> Fields:
         layers = range(fields.integer("num_hidden_layers"))
         kinds = tuple("linear_attention" if layer % 2 else "full_attention" for layer in layers)
     if fields.has("sliding_window"):
-        raise fields.invalid("sliding_window", "null, since MiniMax with a window was not found equal to transformers")
+        kinds = tuple("sliding_attention" if kind == "full_attention" else kind for kind in kinds)
     values = {**fields.values, "layer_types": list(kinds)}
     if not fields.has("attn_type_list"):
         # MiniMax's own code rotates `rotary_dim` dimensions, but transformers' class whole heads.
@@ -192,8 +193,6 @@ class MiniMaxForCausalLM(HybridForCausalLM):
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """The body of the model: all modules except the head."""
-        if config.activation != "silu":
-            raise config.fields.invalid("hidden_act", '"silu"')
         kinds = config.fields.strings("layer_types")
 
         def decoder_layer(layer: int) -> nn.Module:

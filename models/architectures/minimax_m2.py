@@ -16,7 +16,16 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 _DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 5e6}
 
 
-@architecture("MiniMaxM2ForCausalLM", ConfigFacts(defaults=_DEFAULTS, rotates_parts=True, has_rotary_dim=True))
+_FACTS = ConfigFacts(
+    defaults=_DEFAULTS,
+    renamed={"num_experts": "num_local_experts"},
+    rotates_parts=True,
+    has_rotary_dim=True,
+    bias_field="",
+)
+
+
+@architecture("MiniMaxM2ForCausalLM", _FACTS)
 class MiniMaxM2ForCausalLM(LlamaForCausalLM):
     """MiniMax-M2 with its language-model head."""
 

@@ -168,7 +168,9 @@ def _activation(config: ModelConfig) -> GatedActivation:
 _FACTS = ConfigFacts(
     defaults=_DEFAULTS,
     complete=_complete,
+    renamed={"num_experts": "num_local_experts"},
     rotates_parts=True,
+    bias_field="",
     layer_kinds=frozenset({_SPARSE}),
     names={
         ".block_sparse_moe.": ".mlp.",

@@ -44,7 +44,10 @@ class Ministral3Attention(LlamaAttention):
         return self.growth.scales()
 
 
-@architecture("Ministral3ForCausalLM", ConfigFacts(defaults={"head_dim": 128}, is_windowed=True))
+_FACTS = ConfigFacts(defaults={"head_dim": 128}, fixed={"use_sliding_window": None}, bias_field="", is_windowed=True)
+
+
+@architecture("Ministral3ForCausalLM", _FACTS)
 class Ministral3ForCausalLM(LlamaForCausalLM):
     """Ministral 3 with its language-model head."""
 

@@ -6,14 +6,18 @@ from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM
-from models.architectures.registry import ConfigFacts, architecture
+from models.architectures.registry import ALWAYS_WINDOWED, ConfigFacts, architecture
 from models.layers.moe import ExpertNames, FusedMoE, SparseMoE
 from models.layers.routing import SoftmaxRouter, experts_per_token
 from models.ops.activation import gated_activation
 from models.parallel.tensor_parallel import TensorParallel
 
+_FACTS = ConfigFacts(
+    fixed=ALWAYS_WINDOWED, renamed={"num_experts": "num_local_experts"}, bias_field="", is_windowed=True
+)
 
-@architecture("MixtralForCausalLM", ConfigFacts(is_windowed=True))
+
+@architecture("MixtralForCausalLM", _FACTS)
 class MixtralForCausalLM(LlamaForCausalLM):
     """Mixtral with its language-model head."""
 

@@ -2,12 +2,13 @@
 experts."""
 
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from models.architectures.config import ModelConfig
+from models.architectures.config import ModelConfig, activation_of
 from models.architectures.hybrid import (
     HybridForCausalLM,
     HybridModel,
@@ -23,9 +24,8 @@ from models.layers.mamba2 import Mamba2Mixer, Mamba2Options, Mamba2Shape
 from models.layers.moe import ExpertNames, FusedMoE
 from models.layers.parameter import WeightPart
 from models.layers.routing import GroupedRouter, experts_per_token, groups_of_experts
-from models.ops.activation import activate
+from models.ops.activation import ACTIVATIONS, activate
 from models.ops.scale import scale
-from models.ops.types import RELU_SQUARED
 from models.parallel.tensor_parallel import TensorParallel
 
 _KINDS = {
@@ -54,11 +54,6 @@ class NemotronHAttention(LlamaAttention):
         """Whether the layer has rotary positions: no layer does."""
         del config, layer
         return False
-
-
-def relu_squared(x: torch.Tensor) -> torch.Tensor:
-    """The square of ReLU (So et al., 2021). # [rows, features] -> [rows, features]"""
-    return activate(x, RELU_SQUARED)
 
 
 class _PartialProjection(ColumnParallelLinear):
@@ -97,7 +92,7 @@ class NemotronHExperts(nn.Module):
             size,
             fields.integer("moe_intermediate_size"),
             num_experts,
-            activation=relu_squared,
+            activation=partial(activate, activation=ACTIVATIONS[config.activation]),
             names=ExpertNames(gate=None, stacked_gate_up="experts.up_proj"),
             parallel=parallel,
         )
@@ -193,9 +188,6 @@ class NemotronHForCausalLM(HybridForCausalLM):
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """The body of the model: all modules except the head."""
         fields = config.fields
-        for name, known in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
-            if fields.string(name, known) != known:
-                raise fields.invalid(name, f'"{known}"')
         config = replace(config, attention_bias=False)  # transformers does not read this field.
         kinds = fields.strings("layer_types")
         if "sliding_attention" in kinds:
@@ -234,5 +226,6 @@ def _mamba_mixer(config: ModelConfig, layer: int, parallel: TensorParallel) -> M
         eps=config.rms_norm_eps,
         # transformers reads no other limit of time steps either.
         dt_limits=(0.0 if least == 0 else fields.number("time_step_min", 1e-3), float("inf")),
+        activation=activation_of(fields, "mamba_hidden_act", "silu"),
     )
     return Mamba2Mixer(f"model.layers.{layer}.mixer", shape, options, parallel)

@@ -42,9 +42,13 @@ class HeadsNormAttention(LlamaAttention):
         sizes = [self.num_heads * dim, self.num_kv_heads * dim, self.num_kv_heads * dim]
         q, k, v = self.qkv_proj(hidden).split(sizes, dim=1)
         q, k = self.q_norm(join_columns(q)), self.k_norm(join_columns(k))
-        q, k, v = (x.view(len(hidden), -1, dim) for x in (q, k, v))
+        q, k, v = (self.limited(x).view(len(hidden), -1, dim) for x in (q, k, v))
         attended = self.attn(q, k, v, rotation=(cos, sin) if self.rotates else None)
         return self.o_proj(attended.view(len(hidden), -1))  # type: ignore[no-any-return]
+
+    def limited(self, x: torch.Tensor) -> torch.Tensor:
+        """Limit queries, keys or values before their rotation. # [tokens, features] -> the same"""
+        return x
 
 
 _OLMO2 = ConfigFacts(defaults={"rms_norm_eps": 1e-5})

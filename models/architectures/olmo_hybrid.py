@@ -53,7 +53,9 @@ class OlmoHybridDeltaNet(DeltaMixer):
         value_dim = fields.integer("linear_value_head_dim", 2 * key_dim)
         taps = fields.integer("linear_conv_kernel_dim", 4, minimum=2)
         most = 2.0 if fields.boolean("linear_allow_neg_eigval", True) else 1.0
-        shape = DeltaShape(size, key_heads, heads, key_dim, value_dim, taps, decays=1, most=most)
+        shape = DeltaShape(
+            size, key_heads, heads, key_dim, value_dim, taps, decays=1, most=most, activation=config.activation
+        )
         super().__init__(f"model.layers.{layer}.linear_attn", shape, parallel)
         self.a_proj = ColumnParallelLinear(size, heads, parallel=parallel)
         self.b_proj = ColumnParallelLinear(size, heads, parallel=parallel)
@@ -125,7 +127,6 @@ class OlmoHybridForCausalLM(HybridForCausalLM):
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """The body of the model: all modules except the head."""
-        config.require_silu()
         kinds = config.fields.strings("layer_types")
         if "sliding_attention" in kinds:
             raise config.fields.invalid("layer_types", "a list without sliding_attention")

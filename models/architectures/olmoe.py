@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
@@ -11,19 +12,31 @@ from models.architectures.registry import ConfigFacts, architecture
 from models.layers.moe import FusedMoE, SparseMoE
 from models.layers.routing import SoftmaxRouter, experts_per_token
 from models.ops.activation import gated_activation
-from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+from models.parallel.tensor_parallel import TensorParallel
 
 
-@architecture("OlmoeForCausalLM", ConfigFacts(defaults={"rms_norm_eps": 1e-5, "num_experts_per_tok": 8}))
+class OlmoeAttention(HeadsNormAttention):
+    """Attention whose queries, keys and values are clamped in some models."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__(config, layer, parallel)
+        self.limit = config.fields.number("clip_qkv") if config.fields.has("clip_qkv") else None
+
+    def limited(self, x: torch.Tensor) -> torch.Tensor:
+        """See `HeadsNormAttention`."""
+        return x if self.limit is None else x.clamp(-self.limit, self.limit)
+
+
+_FACTS = ConfigFacts(
+    defaults={"rms_norm_eps": 1e-5, "num_experts_per_tok": 8}, renamed={"num_local_experts": "num_experts"}
+)
+
+
+@architecture("OlmoeForCausalLM", _FACTS)
 class OlmoeForCausalLM(LlamaForCausalLM):
     """OLMoE with its language-model head."""
 
-    attention: ClassVar[type[nn.Module]] = HeadsNormAttention
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
-        if config.fields.has("clip_qkv"):
-            raise config.fields.invalid("clip_qkv", "null: clipped queries, keys and values are not implemented")
-        super().__init__(config, parallel)
+    attention: ClassVar[type[nn.Module]] = OlmoeAttention
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:

@@ -3,10 +3,12 @@
 from typing import ClassVar
 
 from models.architectures.llama import LlamaForCausalLM
-from models.architectures.registry import ConfigFacts, architecture
+from models.architectures.registry import ALWAYS_WINDOWED, ConfigFacts, architecture
 
 
-@architecture("Phi3ForCausalLM", ConfigFacts(is_windowed=True, rotates_parts=True))
+@architecture(
+    "Phi3ForCausalLM", ConfigFacts(fixed=ALWAYS_WINDOWED, bias_field="", is_windowed=True, rotates_parts=True)
+)
 class Phi3ForCausalLM(LlamaForCausalLM):
     """Phi-3 with its language-model head."""
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaModel
-from models.architectures.registry import ConfigFacts, architecture
+from models.architectures.registry import ALWAYS_WINDOWED, ConfigFacts, architecture
 from models.config.fields import Fields
 from models.layers.moe import ExpertNames, FusedMoE, SparseMoE
 from models.layers.norm import LayerNorm
@@ -36,6 +36,7 @@ def _complete(config: Fields) -> Fields:
     "PhimoeForCausalLM",
     ConfigFacts(
         defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "router_jitter_noise": 0.01, "num_local_experts": 16},
+        fixed=ALWAYS_WINDOWED,
         complete=_complete,
         is_windowed=True,
     ),
@@ -60,7 +61,8 @@ class PhimoeForCausalLM(LlamaForCausalLM):
         """A mixture of experts in every layer."""
         del layer
         num_experts = config.fields.integer("num_local_experts", minimum=2)
-        gate = SparseMixerRouter(config.hidden_size, num_experts, jitter=config.fields.number("router_jitter_noise"))
+        jitter = config.fields.number("router_jitter_noise", may_be_zero=True)
+        gate = SparseMixerRouter(config.hidden_size, num_experts, jitter=jitter)
         experts = FusedMoE(
             config.hidden_size,
             config.intermediate_size,

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from models.architectures.config import ModelConfig
 from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaModel, MakeNorm, plain_feed_forward
-from models.architectures.registry import ConfigFacts, architecture
+from models.architectures.registry import ALWAYS_WINDOWED, ConfigFacts, architecture
 from models.layers.norm import LayerNorm, OffsetLayerNorm
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -48,6 +48,7 @@ class NemotronForCausalLM(LayerNormModel):
 
 _STARCODER2 = ConfigFacts(
     defaults={"norm_epsilon": 1e-5, "tie_word_embeddings": True, "use_bias": True},
+    fixed=ALWAYS_WINDOWED,
     activation=("hidden_act", "gelu_pytorch_tanh"),
     biases_field="use_bias",
     eps_field="norm_epsilon",

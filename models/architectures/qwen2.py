@@ -12,7 +12,7 @@ class Qwen2Attention(LlamaAttention):
     has_output_bias: ClassVar[bool] = False
 
 
-@architecture("Qwen2ForCausalLM", ConfigFacts(defaults={"attention_bias": True}))
+@architecture("Qwen2ForCausalLM", ConfigFacts(fixed={"attention_bias": True}))
 class Qwen2ForCausalLM(LlamaForCausalLM):
     """Qwen2 with its language-model head."""
 

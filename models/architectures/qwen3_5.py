@@ -53,6 +53,7 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 # `intermediate_size` is unused: no layer is dense, and config.json lacks the field.
 _MOE_FACTS = ConfigFacts(
     defaults={**FACTS.defaults, "intermediate_size": 1},
+    fixed={"norm_topk_prob": True},
     rotates_parts=True,
     layer_kinds=FACTS.layer_kinds,
 )

@@ -211,7 +211,6 @@ def _is_linear(config: ModelConfig, layer: int) -> bool:
 def _delta_net(
     config: ModelConfig, layer: int, parallel: TensorParallel, *, has_grouped_projections: bool
 ) -> GatedDeltaNet:
-    config.require_silu()
     fields = config.fields
     key_heads, value_heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
     if value_heads % key_heads:
@@ -225,6 +224,7 @@ def _delta_net(
         value_dim=fields.integer("linear_value_head_dim"),
         kernel_size=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
         eps=config.rms_norm_eps,
+        activation=config.activation,
         parallel=parallel,
         has_grouped_projections=has_grouped_projections,
     )

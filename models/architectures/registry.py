@@ -21,6 +21,12 @@ INDEXED_LAYERS = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 """Names in `layer_types` of layers in which an indexer selects the tokens to attend to; the second is that of
 transformers 5.17."""
 
+ALWAYS_WINDOWED: Mapping[str, Any] = MappingProxyType({"layer_types": None, "use_sliding_window": None})
+"""`ConfigFacts.fixed` of architectures with a window in every layer if `sliding_window` is set."""
+
+LATENT_HEAD = "qk_rope_head_dim"
+"""The field with the rotated dimensions of latent attention's heads."""
+
 Model = TypeVar("Model", bound="type[nn.Module]")
 
 
@@ -34,6 +40,8 @@ class ConfigFacts:
     """Defaults of fields that are missing; null has a meaning of its own."""
     complete: "Callable[[Fields], Fields] | None" = None
     """Adds fields that follow from others."""
+    fixed: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Values that transformers' code always has, whatever config.json contains; None: it does not read the field."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """The architecture's names of fields -> the common names."""
     head_dim_field: str = "head_dim"

@@ -18,7 +18,9 @@ class SeedOssAttention(LlamaAttention):
         return config.fields.boolean("attention_out_bias", False)
 
 
-@architecture("SeedOssForCausalLM", ConfigFacts(defaults={"attention_bias": True, "head_dim": 128}, has_mlp_bias=True))
+@architecture(
+    "SeedOssForCausalLM", ConfigFacts(absent={"head_dim": 128}, defaults={"attention_bias": True}, has_mlp_bias=True)
+)
 class SeedOssForCausalLM(LlamaForCausalLM):
     """Seed-OSS with its language-model head."""
 

@@ -3,7 +3,8 @@
 Those that only one architecture reads are in its `ConfigFacts`.
 """
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -227,18 +228,15 @@ _FIXED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """By `model_type` of text parts: values that transformers' code always has, whatever config.json says."""
-_TIE = "tie_word_embeddings"
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embeddings.weight")
+_NUM_SAMPLES = 64
 _ROPES = frozenset({"rope_parameters", "rope_scaling"})
 
 
-def of_text_kind(section: Fields, kind: str, checkpoint: Path) -> Fields:
-    """The configuration of a text part with the values and names of the architecture that runs it.
-
-    A head that is tied by default only is not tied if `checkpoint` has weights of it, as in transformers.
-    """
+def of_text_kind(section: Fields, kind: str) -> Fields:
+    """The configuration of a text part with the values and names of the architecture that runs it."""
     defaults = {name: value for name, value in OF_TEXT_KINDS.get(kind, {}).items() if not section.has(name)}
-    if defaults.get(_TIE) and _has_head(checkpoint):
-        del defaults[_TIE]
     values = {**section.values, **defaults}
     values |= _FIXED.get(kind, {})
     if kind == "glm4v_text" or (kind in ("glm4v_moe_text", "glm_ocr_text") and not section.has("head_dim")):
@@ -248,20 +246,41 @@ def of_text_kind(section: Fields, kind: str, checkpoint: Path) -> Fields:
     return Fields(values, section.where)
 
 
-def _has_head(checkpoint: Path) -> bool:
-    """Whether the checkpoint has tensors of a language-model head. Damaged files are reported when they are loaded."""
-    names: Iterable[str]
-    file, index = checkpoint / "model.safetensors", checkpoint / "model.safetensors.index.json"
-    if file.is_file():
-        try:
-            with safe_open(file, framework="np") as tensors:
-                names = tensors.keys()
-        except (SafetensorError, OSError):
+def has_own_head(checkpoint: Path) -> bool:
+    """Whether the checkpoint has weights of a language-model head that are not those of its embedding: transformers
+    then ties the two in no case. Rows from all over the vocabulary are compared. Damaged files are reported when they
+    are loaded."""
+    single, index = checkpoint / "model.safetensors", checkpoint / "model.safetensors.index.json"
+    try:
+        if single.is_file():
+            with safe_open(single, framework="np") as tensors:
+                files = dict.fromkeys(tensors.keys(), single.name)
+        else:
+            weight_map = Fields.from_file(index).section("weight_map") if index.is_file() else None
+            files = {} if weight_map is None else dict(weight_map.values)
+        head = next((name for name in files if name.endswith(_HEAD)), None)
+        if head is None:
             return False
-    else:
-        weight_map = Fields.from_file(index).section("weight_map") if index.is_file() else None
-        names = [] if weight_map is None else weight_map.values
-    return any("lm_head." in name for name in names)
+        own = _sampled(checkpoint / files[head], head)
+        others = (_sampled(checkpoint / files[name], name) for name in files if name.endswith(_EMBEDDINGS))
+        return any(other[:2] == own[:2] and other[2] != own[2] for other in others)
+    except (SafetensorError, OSError, ValueError, KeyError):
+        return False
+
+
+def _sampled(file: Path, name: str) -> tuple[str, list[int], bytes]:
+    """A tensor's type, its shape, and the bytes of some of its rows."""
+    with file.open("rb") as data:
+        size = int.from_bytes(data.read(8), "little")
+        header = json.loads(data.read(size))[name]
+        first, end = header["data_offsets"]
+        shape: list[int] = header["shape"]
+        row = (end - first) // shape[0]
+        found = []
+        for number in range(0, shape[0], max(1, shape[0] // _NUM_SAMPLES)):
+            data.seek(8 + size + first + number * row)
+            found.append(data.read(row))
+    return header["dtype"], shape, b"".join(found)
 
 
 def with_left_out(config: Fields, architecture: str, *, is_text_part: bool) -> Fields:

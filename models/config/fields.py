@@ -49,7 +49,11 @@ class Fields:
 
     def with_names(self, names: Mapping[str, str]) -> "Fields":
         """The same object, in which fields that have one of these names have the second as well."""
-        found = {new: self.values[old] for old, new in names.items() if self.has(old)}
+        found = {
+            new: self.values[old]
+            for old, new in names.items()
+            if self.has(old) or (old in self.values and new not in self.values)
+        }
         return Fields({**self.values, **found}, self.where)
 
     def has(self, name: str) -> bool:
@@ -63,11 +67,12 @@ class Fields:
             raise self.invalid(name, f"an integer from {minimum} to {maximum}")
         return int(value)
 
-    def number(self, name: str, default: float = _REQUIRED) -> float:
+    def number(self, name: str, default: float = _REQUIRED, *, may_be_zero: bool = False) -> float:
         """A positive number."""
         value = self._get(name, default)
-        if not _is_positive(value):
-            raise self.invalid(name, f"a number above 0 and at most {_LARGEST_NUMBER:g}")
+        if not _is_positive(value) and not (may_be_zero and value == 0 and not isinstance(value, bool)):
+            least = "from" if may_be_zero else "above"
+            raise self.invalid(name, f"a number {least} 0 and at most {_LARGEST_NUMBER:g}")
         return float(value)
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
@@ -88,7 +93,9 @@ class Fields:
         return tuple(values)
 
     def boolean(self, name: str, default: bool) -> bool:
-        value = self._get(name, default)
+        """Null is false, as for transformers' code."""
+        value = self.values.get(name, default)
+        value = False if value is None else value
         if not isinstance(value, bool):
             raise self.invalid(name, "true or false")
         return value

@@ -49,6 +49,8 @@ class DeltaShape(NamedTuple):
     bound: float = 0.0
     """The logarithm of a decay is `-bound * sigmoid(exp(A_log) * (a + dt_bias))`, with a decay for each dimension of a
     key; if 0, it is `-exp(A_log) * softplus(a + dt_bias)`."""
+    activation: str = "silu"
+    """Of the convolution: a name of `ACTIVATIONS`."""
 
 
 class DeltaMixer(nn.Module):
@@ -72,7 +74,7 @@ class DeltaMixer(nn.Module):
             parts[kind] = OutputPart(whole, (Span(parallel.rank * local, local, row),))
             row += local
         self.qkv_proj = PackedLinear(shape.hidden_size, parts)
-        self.conv1d = _SplitConvolution(parts, shape.kernel_size)
+        self.conv1d = _SplitConvolution(parts, shape.kernel_size, shape.activation)
         self.o_proj = RowParallelLinear(sizes["v"], shape.hidden_size, parallel=parallel)
         # These are float32: they are small, and a rounded decay acts on the state at every later token.
         self.A_log, self.dt_bias = (
@@ -214,9 +216,9 @@ class _SplitConvolution(ShortConvolution):
     length instead (the last one may be shorter), and joins the three tensors when it loads them.
     """
 
-    def __init__(self, parts: dict[str | int | None, OutputPart], taps: int) -> None:
+    def __init__(self, parts: dict[str | int | None, OutputPart], taps: int, activation: str) -> None:
         channels = sum(span.local for part in parts.values() for span in part.spans)
-        super().__init__(channels, taps, (), 0, bias=False, has_silu=True)
+        super().__init__(channels, taps, (), 0, bias=False, activation=activation)
         self.parts = parts
         self.weight = empty_parameter(
             taps, channels, weight_loader=self._load_part, sources=({f"{kind}_conv1d.weight": kind for kind in "qkv"},)

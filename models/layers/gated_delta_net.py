@@ -16,6 +16,7 @@ from models.layers.lora import OutputPart, Span
 from models.layers.parameter import WeightLoader, WeightPart, empty_parameter, load_whole, require_shape
 from models.layers.recurrent import plan_of, row_spans, single_tokens
 from models.ops import triton
+from models.ops.activation import ACTIVATIONS, torch_activation
 from models.ops.cpu import gated_delta as delta_ops
 from models.ops.gated_delta_rule import delta_rule_span, delta_rule_step
 from models.ops.types import StateCache
@@ -56,11 +57,14 @@ class GatedDeltaNet(nn.Module):
         value_dim: int,
         kernel_size: int,
         eps: float,
+        activation: str = "silu",
         parallel: TensorParallel,
         has_grouped_projections: bool = True,
     ) -> None:
-        """`has_grouped_projections`: whether the checkpoint's projections are grouped by key head."""
+        """`has_grouped_projections`: whether the checkpoint's projections are grouped by key head. `activation`: of
+        the convolution, a name of `ACTIVATIONS`; the operators and kernels compute SiLU only."""
         super().__init__()
+        self.has_silu = activation == "silu"
         self.parallel = parallel
         self.num_key_heads = parallel.share(num_key_heads, "linear_num_key_heads")
         self.group = num_value_heads // num_key_heads
@@ -82,7 +86,7 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = RowParallelLinear(wide, hidden_size, parallel=parallel)
         self.norm = GatedRMSNorm(value_dim, eps)
         self._parts = [num_key_heads * key_dim, num_key_heads * key_dim, wide]
-        self.conv1d = _Convolution(sum(self._local_parts), kernel_size, self._load_conv)
+        self.conv1d = _Convolution(sum(self._local_parts), kernel_size, ACTIVATIONS[activation], self._load_conv)
         num_local = self.num_key_heads * self.group
         self.dt_bias = empty_parameter(num_local, weight_loader=self._load_heads)
         self.A_log = empty_parameter(num_local, weight_loader=self._load_heads)
@@ -116,6 +120,8 @@ class GatedDeltaNet(nn.Module):
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, StateCache)
         inputs, states = cache.tensors
+        if not self.has_silu:
+            return self._forward_torch(projected, ba, cache, metadata)
         if metadata.step is not None and delta_ops.supports(
             projected, self.conv1d.weight, inputs, states, key_heads=self.num_key_heads
         ):
@@ -271,12 +277,13 @@ class GatedRMSNorm(nn.Module):
 
 
 class _Convolution(nn.Module):
-    """A causal depthwise convolution, followed by SiLU."""
+    """A causal depthwise convolution, followed by an activation."""
 
-    def __init__(self, channels: int, kernel_size: int, weight_loader: WeightLoader) -> None:
+    def __init__(self, channels: int, kernel_size: int, activation: int, weight_loader: WeightLoader) -> None:
         super().__init__()
+        self.activation = activation
         self.weight = empty_parameter(channels, 1, kernel_size, weight_loader=weight_loader)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [batch, channels, kernel_size - 1 + n] -> [batch, channels, n]"""
-        return F.silu(F.conv1d(x, self.weight, groups=len(self.weight)))
+        return torch_activation(F.conv1d(x, self.weight, groups=len(self.weight)), self.activation)

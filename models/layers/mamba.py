@@ -43,6 +43,8 @@ class MambaShape(NamedTuple):
     conv_bias: bool
     norms: MixerNorms
     eps: float
+    activation: str
+    """Of the convolution: a name of `ACTIVATIONS`."""
 
 
 class MambaMixer(nn.Module):
@@ -57,7 +59,7 @@ class MambaMixer(nn.Module):
         self.rows = slice(first, first + local)
         self.in_proj = PackedLinear(shape.hidden_size, sections_of([(whole, first, local)] * 2), bias=shape.bias)
         self.conv1d = ShortConvolution(
-            local, shape.kernel_size, ((first, local),), whole, bias=shape.conv_bias, has_silu=True
+            local, shape.kernel_size, ((first, local),), whole, bias=shape.conv_bias, activation=shape.activation
         )
         self.x_proj = RowParallelLinear(whole, shape.rank + 2 * size, parallel=parallel)
         self.dt_proj = ColumnParallelLinear(shape.rank, whole, parallel=parallel)

@@ -54,6 +54,8 @@ class Mamba2Options(NamedTuple):
     """Limits to which a token's time step is clamped after softplus."""
     multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     """Multipliers of the sections of the projection: gates, values, keys, queries and time steps."""
+    activation: str = "silu"
+    """Of the convolution: a name of `ACTIVATIONS`."""
 
 
 class Mamba2Mixer(nn.Module):
@@ -100,7 +102,7 @@ class Mamba2Mixer(nn.Module):
             tuple(channels),
             start,
             bias=options.conv_bias,
-            has_silu=True,
+            activation=options.activation,
         )
         # These are float32: they are small, and a rounded decay acts on the state at every later token.
         self.dt_bias, self.A_log, self.D = (

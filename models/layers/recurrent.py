@@ -18,9 +18,12 @@ from models.attention.gpu import TritonMetaData
 from models.layers.base import StateCacheSpec
 from models.layers.parameter import WeightPart, empty_parameter, require_shape
 from models.ops import triton
+from models.ops.activation import ACTIVATIONS, activate
 from models.ops.cpu import recurrent as ops
+from models.ops.types import Gating
 
 if TYPE_CHECKING:
+    from models.ops.self_test import Case
     from models.ops.triton.gated_delta import DeltaPlan
 
 
@@ -101,7 +104,8 @@ def plan_of(metadata: TritonMetaData) -> "DeltaPlan":
 
 
 class ShortConvolution(nn.Module):
-    """A causal depthwise convolution over each sequence's last `taps` tokens, optionally with a bias and SiLU.
+    """A causal depthwise convolution over each sequence's last `taps` tokens, optionally with a bias and an
+    activation. The operators compute SiLU with the convolution, and other activations after it.
 
     The checkpoint's weight is [channels, 1, taps]. Here it is [taps, channels], because channels are contiguous in the
     input. The cache holds a sequence's last `taps - 1` inputs as [taps - 1, channels].
@@ -115,12 +119,13 @@ class ShortConvolution(nn.Module):
         whole: int,
         *,
         bias: bool,
-        has_silu: bool,
+        activation: str | None,
     ) -> None:
         """`spans`: first index and count of each range of this rank's channels in the checkpoint's `whole`
-        channels."""
+        channels. `activation`: a name of `ACTIVATIONS`, or None for none."""
         super().__init__()
-        self.spans, self.whole, self.has_silu = spans, whole, has_silu
+        self.spans, self.whole, self.has_silu = spans, whole, activation == "silu"
+        self.other_activation = None if activation is None or self.has_silu else ACTIVATIONS[activation]
         self.weight = empty_parameter(taps, channels, weight_loader=self._load)
         self.bias = empty_parameter(channels, weight_loader=self._load) if bias else None
 
@@ -141,6 +146,24 @@ class ShortConvolution(nn.Module):
 
         `gates`: factors of the input and of the output. # 2 x [tokens, channels]
         """
+        convolved = self._convolved(x, inputs, metadata, gates)
+        return convolved if self.other_activation is None else activate(convolved, self.other_activation)
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """Yield the check case of an activation that is not computed with the convolution."""
+        from models.ops.triton.cases.elementwise import ActivationCase
+
+        del max_tokens
+        if self.other_activation is not None:
+            yield ActivationCase(self.weight.shape[1], Gating(self.other_activation), dtype, is_gated=False)
+
+    def _convolved(
+        self,
+        x: torch.Tensor,
+        inputs: torch.Tensor,
+        metadata: AttentionMetaData,
+        gates: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
         weight, bias = self.weight, self.bias
         if metadata.step is not None and ops.convolves(x, weight, inputs):
             return ops.convolve(x, weight, bias, inputs, metadata.step, gates=gates, has_silu=self.has_silu)

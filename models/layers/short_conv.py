@@ -29,7 +29,7 @@ class ShortConv(nn.Module):
         first = parallel.rank * local
         self.in_proj = PackedLinear(hidden_size, sections_of([(hidden_size, first, local)] * 3), bias=bias)
         self.out_proj = RowParallelLinear(hidden_size, hidden_size, bias=bias, parallel=parallel)
-        self.conv = ShortConvolution(local, kernel_size, ((first, local),), hidden_size, bias=bias, has_silu=False)
+        self.conv = ShortConvolution(local, kernel_size, ((first, local),), hidden_size, bias=bias, activation=None)
         self.cache_spec = convolution_cache(layer_name, self.conv)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ def activate(gate: torch.Tensor, activation: int, up: torch.Tensor | None = None
         import models.ops.triton.elementwise as kernels
 
         return kernels.activated(gate, activation, up)
-    out = _by_torch(gate, activation)
+    out = torch_activation(gate, activation)
     return out if up is None else out * up
 
 
@@ -125,10 +125,11 @@ def _gated(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
     if triton.runs(gate_up, operator="activation"):
         return _by_kernel(gate_up, Gating(activation))
     gate, up = gate_up.chunk(2, dim=-1)
-    return _by_torch(gate, activation) * up
+    return torch_activation(gate, activation) * up
 
 
-def _by_torch(x: torch.Tensor, activation: int) -> torch.Tensor:
+def torch_activation(x: torch.Tensor, activation: int) -> torch.Tensor:
+    """The activation of the operators' number, computed by torch. # any shape -> the same"""
     if activation == SILU:
         return F.silu(x)
     if activation in (GELU, GELU_TANH):

@@ -113,10 +113,13 @@ def test_left_over_tensors_are_named(checkpoint: Path) -> None:
 
 def test_computed_frequencies_and_a_copy_of_the_tied_embedding_are_ignored(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, tie_word_embeddings=True)
-    extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(307, 64)}
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": embedding}
     expected = PagedModel(path).logits(prompt(9))
     rewrite(path, lambda tensors: tensors.update(extras))
-    assert_computes(PagedModel(path), prompt(9), expected)
+    model = PagedModel(path)
+    assert model.config.tie_word_embeddings
+    assert_computes(model, prompt(9), expected)
 
 
 def test_causal_masks_that_old_releases_saved_with_gptj_are_ignored(tmp_path: Path) -> None:

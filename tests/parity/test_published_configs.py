@@ -909,9 +909,83 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", _PUBLISHED)
+_LATER: dict[str, dict[str, Any]] = {
+    "MiniMax-M2": {
+        "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "attention_dropout": 0.0,
+        "attn_type_list": [1, 1], "head_dim": 32, "hidden_act": "silu", "layernorm_full_attention_beta": 1.0,
+        "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0, "max_position_embeddings": 196608,
+        "mlp_intermediate_size": 96, "mtp_transformer_layers": 1, "num_experts_per_tok": 4, "num_local_experts": 8,
+        "num_mtp_modules": 3, "output_router_logits": False, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06,
+        "rope_theta": 5000000, "rotary_dim": 16, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+        "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid",
+        "sliding_window": None, "tie_word_embeddings": False, "use_mtp": True, "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
+    "Kimi Linear 48B-A3B": {
+        "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "first_k_dense_replace": 1,
+        "head_dim": 24, "hidden_act": "silu", "kv_lora_rank": 32, "num_hidden_layers": 3, "num_key_value_heads": 4,
+        "linear_attn_config": {
+            "full_attn_layers": [3], "head_dim": 16, "kda_layers": [1, 2], "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "mla_use_nope": True, "model_max_length": 1048576, "moe_intermediate_size": 24, "moe_layer_freq": 1,
+        "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "num_experts": 8,
+        "num_experts_per_token": 4, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "q_lora_rank": None,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "tie_word_embeddings": False, "topk_group": 1,
+        "use_grouped_topk": True, "v_head_dim": 16,
+    },
+    "MiMo-V2-Flash": {
+        "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "num_hidden_layers": 6,
+        "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "attention_bias": False,
+        "attention_chunk_size": 16, "attention_value_scale": 0.707, "head_dim": 48, "hidden_act": "silu",
+        "hybrid_block_size": None, "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0], "layernorm_epsilon": 1e-05,
+        "max_position_embeddings": 262144, "moe_intermediate_size": 24, "moe_layer_freq": [0, 1, 1, 1, 1, 1],
+        "n_group": 1, "n_routed_experts": 8, "n_shared_experts": None, "norm_topk_prob": True,
+        "num_experts_per_tok": 4, "partial_rotary_factor": 0.334, "rope_theta": 5000000,
+        "routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 16, "sliding_window_size": 16,
+        "swa_head_dim": 48, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_rope_theta": 10000,
+        "swa_v_head_dim": 32, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+        "v_head_dim": 32,
+    },
+    "OLMo 3 7B": {
+        "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "num_hidden_layers": 4,
+        "attention_bias": False, "hidden_act": "silu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-06,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+            "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        },
+        "rope_theta": 500000, "sliding_window": 16, "tie_word_embeddings": False,
+    },
+    "Seed-OSS 36B": {
+        "architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "attention_bias": True,
+        "attention_dropout": 0.1, "attention_out_bias": False, "head_dim": 32, "hidden_act": "silu",
+        "max_position_embeddings": 524288, "mlp_bias": False, "residual_dropout": 0.1, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "tie_word_embeddings": False,
+    },
+    "SmolLM3 3B": {
+        "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 4,
+        "attention_bias": False, "hidden_act": "silu", "layer_types": ["full_attention"] * 4,
+        "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False, "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0], "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 5000000.0, "sliding_window": None, "use_cache": False, "use_sliding_window": False,
+    },
+    "ERNIE 4.5 21B-A3B": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "hidden_act": "silu",
+        "max_position_embeddings": 131072, "moe_capacity": [64, 64, 64], "moe_gate": "topk",
+        "moe_intermediate_size": 24, "moe_k": 4, "moe_layer_end_index": 1, "moe_layer_interval": 1,
+        "moe_layer_start_index": 1, "moe_num_experts": 8, "moe_num_shared_experts": 2, "moe_use_aux_free": True,
+        "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000,
+        "tie_word_embeddings": True, "use_bias": False,
+    },
+}  # fmt: skip
+"""In the long form."""
+
+
+@pytest.mark.parametrize("name", [*_PUBLISHED, *(pytest.param(name, marks=pytest.mark.slow) for name in _LATER)])
 def test_a_published_configuration_gives_the_log_probabilities_of_transformers(name: str, tmp_path: Path):
-    fields = {**_SIZES, **_PUBLISHED[name]}
+    fields = {**_SIZES, **(_PUBLISHED | _LATER)[name]}
     published = json.dumps(fields)
     (tmp_path / "config.json").write_text(published)
     config = AutoConfig.from_pretrained(tmp_path)

@@ -1,0 +1,123 @@
+"""Options of architectures that hardly any published checkpoint has, compared with transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.checkpoints import edit_json, make_checkpoint
+from tests.parity.paged_model import PagedModel, Reference, Row, assert_computes, prompt
+from tests.parity.variants import all_variants
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "BailingHybridForCausalLM": {"hidden_act": "gelu"},
+    "BambaForCausalLM": {"hidden_act": "relu", "mamba_conv_bias": None},
+    "BloomForCausalLM": {"apply_residual_connection_post_layernorm": True},
+    "CwmForCausalLM": {"mlp_bias": True},
+    "DeepseekV2ForCausalLM": {"mlp_bias": True},
+    "DeepseekV3ForCausalLM": {"norm_topk_prob": None, "rope_interleave": None},
+    "Ernie4_5_MoeForCausalLM": {"use_bias": True},
+    "FalconForCausalLM": {"parallel_attn": None},
+    "FalconH1ForCausalLM": {"hidden_act": "gelu"},
+    "FalconMambaForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+    "GraniteMoeHybridForCausalLM": {"hidden_act": "gelu"},
+    "JambaForCausalLM": {"hidden_act": "gelu"},
+    "KimiLinearForCausalLM": {"hidden_act": "gelu"},
+    "Mamba2ForCausalLM": {"hidden_act": "gelu"},
+    "LlamaForCausalLM": {"rms_norm_eps": 0.0, "hidden_act": "gelu_python_tanh"},
+    "MambaForCausalLM": {"hidden_act": "relu"},
+    "MiniMaxForCausalLM": {"hidden_act": "gelu"},
+    "MiniMaxForCausalLM, window": {"sliding_window": 9},
+    "NemotronHForCausalLM": {"mlp_hidden_act": "gelu", "mamba_hidden_act": "gelu_pytorch_tanh"},
+    "OlmoHybridForCausalLM": {"hidden_act": "gelu"},
+    "OlmoeForCausalLM": {"clip_qkv": 0.7},
+    "PhimoeForCausalLM": {"router_jitter_noise": 0.0},
+    "Qwen3NextForCausalLM": {"hidden_act": "gelu"},
+    "Qwen3_5ForCausalLM": {"hidden_act": "gelu"},
+    "Qwen3_5MoeForCausalLM": {"hidden_act": "relu"},
+}
+_QUICK = ("NemotronHForCausalLM", "Qwen3_5ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "option", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in _OPTIONS]
+)
+def test_a_rare_option_is_computed_as_transformers_does(option: str, tmp_path: Path) -> None:
+    variant = next(each for each in all_variants() if each.architecture == option.partition(",")[0])
+    plain, path = tmp_path / "plain", tmp_path / "option"
+    make_checkpoint(plain, variant.family, **variant.overrides)
+    make_checkpoint(path, variant.family, **{**variant.overrides, **_OPTIONS[option]})
+    reference, model, tokens = Reference(path), PagedModel(path, model_impl="kaon"), prompt(40)
+    assert not torch.allclose(reference.logits(tokens), Reference(plain).logits(tokens), atol=1e-3)
+    assert_computes(reference, tokens, model.logits(tokens))
+    row = Row(tokens)
+    parts = [*model.step([(row, 23)]), *model.step([(row, 15)])]
+    parts += [*model.step([(row, 1)], num_decodes=1), *model.step([(row, 1)], num_decodes=1)]
+    assert_computes(reference, tokens, torch.cat(parts))
+
+
+_IGNORED: dict[str, dict[str, Any]] = {
+    "Exaone4ForCausalLM": {"attention_bias": True},
+    "MiniMaxM2ForCausalLM": {"attention_bias": True},
+    "MistralForCausalLM": {"attention_bias": True, "use_sliding_window": True},
+    "MixtralForCausalLM, sliding window": {"attention_bias": True, "use_sliding_window": True},
+    "Phi3ForCausalLM": {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True},
+    "Qwen2ForCausalLM": {"attention_bias": False},
+    "Qwen3_5MoeForCausalLM": {"norm_topk_prob": False},
+    "Starcoder2ForCausalLM": {"layer_types": ["full_attention", "sliding_attention"]},
+}
+_NULL = {
+    "Ernie4_5ForCausalLM": "head_dim",
+    "KimiLinearForCausalLM": "moe_renormalize",
+    "SeedOssForCausalLM": "head_dim",
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "fields"),
+    [
+        pytest.param(option, fields, marks=() if option == "Phi3ForCausalLM" else pytest.mark.slow)
+        for option, fields in [*_IGNORED.items(), *((each, {name: None}) for each, name in _NULL.items())]
+    ],
+)
+def test_fields_of_a_file_have_the_meaning_that_they_have_for_transformers(
+    option: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    architecture, _, name = option.partition(", ")
+    variant = next(each for each in all_variants() if each.architecture == architecture and name in ("", each.name))
+    path, tokens = make_checkpoint(tmp_path, variant.family, **variant.overrides), prompt(40)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | fields))
+    assert_computes(Reference(path), tokens, PagedModel(path, model_impl="kaon").logits(tokens))
+
+
+_OTHER_NAMES = {
+    "DeepseekV3ForCausalLM": ("n_routed_experts", "num_local_experts"),
+    "Dots1ForCausalLM": ("n_routed_experts", "num_local_experts"),
+    "Ernie4_5_MoeForCausalLM": ("moe_k", "num_experts_per_tok"),
+    "Glm4MoeForCausalLM": ("n_routed_experts", "num_local_experts"),
+    "MiniMaxM2ForCausalLM": ("num_local_experts", "num_experts"),
+    "MixtralForCausalLM": ("num_local_experts", "num_experts"),
+    "OlmoeForCausalLM": ("num_experts", "num_local_experts"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", _OTHER_NAMES)
+def test_a_field_may_have_the_other_name_that_transformers_reads(architecture: str, tmp_path: Path) -> None:
+    variant = next(each for each in all_variants() if each.architecture == architecture)
+    path, tokens = make_checkpoint(tmp_path, variant.family, **variant.overrides), prompt(20)
+    name, other = _OTHER_NAMES[architecture]
+    edit_json(path / "config.json", **{name: None, other: json.loads((path / "config.json").read_text())[name]})
+    assert_computes(Reference(path), tokens, PagedModel(path, model_impl="kaon").logits(tokens))
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "80KB"])
+def test_a_head_is_not_tied_to_an_embedding_that_differs(max_shard_size: str, tmp_path: Path) -> None:
+    path, tokens = make_checkpoint(tmp_path / "own", max_shard_size=max_shard_size), prompt(20)
+    edit_json(path / "config.json", tie_word_embeddings=True)
+    model = PagedModel(path)
+    assert not model.config.tie_word_embeddings
+    assert_computes(Reference(path), tokens, model.logits(tokens))
