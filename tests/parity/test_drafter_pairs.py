@@ -296,6 +296,15 @@ def test_an_eagle3_head_is_refused_where_the_target_keeps_no_streams(name: str, 
         load(pair.target, Config(**FIELDS, speculative_config={"num_speculative_tokens": K, **pair.speculative}))
 
 
+def test_an_eagle3_head_is_refused_that_reads_the_output_of_the_last_layer(tmp_path: Path) -> None:
+    """It has the number after the last layer, whose input is kept for no layer."""
+    path = target(tmp_path, TARGETS["Llama"])
+    head = make_eagle(tmp_path / "head", path, version=3, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    speculative = {"speculative_method": "eagle3", "speculative_model": str(head), "num_speculative_tokens": K}
+    with pytest.raises(ValueError, match="does not keep the states of its layers"):
+        load(path, Config(**FIELDS, speculative_config=speculative))
+
+
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Bamba"])
 def test_known_drafts_are_accepted_among_chunks_and_preemption(name: str, tmp_path: Path) -> None:
     """On one rank, with blocks for a part of the sequences: preempted ones compute their states again."""
