@@ -6,7 +6,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_VARIABLE = "KAON_TEST_FOLDER"
+_VARIABLE = "TEST_RUN_FOLDER"
+"""Not of Kaon's prefix: `kaon serve`, which tests start, refuses variables that are no settings."""
 
 
 def run_folder() -> Path:
