@@ -17,6 +17,7 @@ from engine.batch import ScheduledBatch
 from engine.config.config import Config
 from engine.core.engine_core import EngineCore
 from engine.core.isolation import FailedStep
+from engine.core.scheduler import Scheduler
 from engine.core.sockets import Incoming, InputQueue, OutputQueue, Wake
 from engine.core.step_pipeline import ModelRunnerInterface, OnRead
 from engine.distributed.lockstep import PEER_END_SECONDS, PeerLostError, ReplicaLinks
@@ -113,6 +114,7 @@ class DPEngineCoreProc(EngineCore):
     def __init__(
         self,
         config: Config,
+        scheduler: Scheduler,
         runner: ModelRunnerInterface,
         input_queue: InputQueue,
         output_queue: OutputQueue,
@@ -120,7 +122,7 @@ class DPEngineCoreProc(EngineCore):
         **options: Any,
     ) -> None:
         """As in `EngineCore`, with its `options`. `lockstep` connects it to the other replicas."""
-        super().__init__(config, runner, input_queue, output_queue, **options)
+        super().__init__(config, scheduler, runner, input_queue, output_queue, **options)
         self._lockstep = lockstep
         self._is_woken = False
         self._last_sent = 0.0

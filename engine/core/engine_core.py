@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from queue import Empty
 
 from engine.batch import ScheduledBatch, StepOutOfMemory
@@ -35,7 +35,6 @@ from engine.messages import (
 )
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from models.config.rope import RopeContext
 
 logger = logging.getLogger("engine.core.engine_core")
 
@@ -63,53 +62,24 @@ class EngineCore:
     def __init__(
         self,
         config: Config,
+        scheduler: Scheduler,
         runner: ModelRunnerInterface,
         input_queue: InputQueue,
         output_queue: OutputQueue,
         *,
-        window: int | None = None,
-        rope: RopeContext | None = None,
-        blocks_at_first: int | None = None,
-        splits_prompts: bool = True,
-        generates: bool = True,
-        default_step_seconds: float = 0.0,
-        max_interposed_tokens: int = 0,
-        max_rounds: int = 1,
-        prepare_while_idle: Callable[[], bool] | None = None,
-        device_memory: Callable[[], tuple[int, int]] | None = None,
-        sentinel_counts: Callable[[], tuple[int, int]] | None = None,
         record: FlightRecord | None = None,
         kv_events: KVEventPublisher | None = None,
         collections: FullCollections | None = None,
     ) -> None:
-        """The parameters before `prepare_while_idle` are passed to the scheduler, except `generates`, which is false
-        if the model only pools prompts. `record` stores the ids of the sequences in running steps. `kv_events`
-        publishes which blocks are cached. `collections` collects garbage between two steps; without it the interpreter
-        does.
-
-        `device_memory` returns the GPU memory that this process uses and the total, in bytes; None on a CPU.
-
-        `sentinel_counts` returns the number of served results that were compared with torch, and of wrong ones.
-
-        `prepare_while_idle` is called while the core is idle. It does work that makes later steps faster, and returns
-        whether to call it again.
+        """`record` stores the ids of the sequences in running steps. `kv_events` publishes which blocks are cached.
+        `collections` collects garbage between two steps; without it the interpreter does.
         """
-        self.scheduler = Scheduler(
-            config,
-            window=window,
-            rope=rope,
-            blocks_at_first=blocks_at_first,
-            splits_prompts=splits_prompts,
-            default_step_seconds=default_step_seconds,
-            max_interposed_tokens=max_interposed_tokens,
-            max_rounds=max_rounds,
-        )
+        self.scheduler = scheduler
         self.adapters = CoreAdapters(config.lora_paths, runner, input_queue, output_queue)
         self._kv_events = kv_events
         if kv_events is not None:
             self.scheduler.block_manager.record_changes()
-        self._generates = generates
-        self._canary_pooling = None if generates else PoolingParams()
+        self._canary_pooling = None if runner.generates else PoolingParams()
         self.runner = runner
         self.input_queue = input_queue
         self.output_queue = output_queue
@@ -119,7 +89,7 @@ class EngineCore:
         self._record = record or FlightRecord.of_its_own(config.max_num_seqs)
         self._isolation = Isolation(self.scheduler)
         depth = 2 if config.async_scheduling == "on" else 1
-        on_pause = self._take_in_during_step if max_interposed_tokens else None
+        on_pause = self._take_in_during_step if scheduler.interposes else None
         self._steps = StepPipeline(self.scheduler, runner, self._record, depth, on_pause)
         self._deferred: deque[Incoming] = deque()
         """Messages that were received during a step, to be processed after it."""
@@ -127,9 +97,6 @@ class EngineCore:
         """Sequences in whose step an earlier core died. Each is first computed alone."""
         self._stopping = False
         self._collections = collections
-        self._prepare_while_idle = prepare_while_idle
-        self._device_memory = device_memory
-        self._sentinel_counts = sentinel_counts
         self._memory = (0, 0)
         self._next_memory_time = 0.0
 
@@ -199,7 +166,7 @@ class EngineCore:
     def _wait_idle(self) -> Incoming:
         with contextlib.suppress(Empty):
             return self.input_queue.get(timeout=_PREPARE_AFTER_IDLE_SECONDS)
-        while self._prepare_while_idle is not None and self.input_queue.empty() and self._prepare_while_idle():
+        while self.input_queue.empty() and self.runner.prepare_while_idle():
             pass
         with contextlib.suppress(Empty):
             return self.input_queue.get(timeout=_CHECK_AFTER_IDLE_SECONDS)
@@ -236,7 +203,7 @@ class EngineCore:
         # If adding it crashes this process, the record has its id.
         self._record.begin([seq.id])
         try:
-            if seq.pooling is None and not self._generates:
+            if seq.pooling is None and not self.runner.generates:
                 raise ValueError("the model pools prompts, and generates nothing")
             self.adapters.check(seq.adapter)
             self.scheduler.add(seq)
@@ -327,12 +294,10 @@ class EngineCore:
         if self._outputs:
             outputs, self._outputs = self._outputs + outputs, []
         stats = self.scheduler.stats(step_kind, step_seconds)
-        if self._device_memory is not None:
-            if (now := time.monotonic()) >= self._next_memory_time:
-                self._memory, self._next_memory_time = self._device_memory(), now + _MEMORY_SECONDS
-            stats.device_memory, stats.device_memory_total = self._memory
-        if self._sentinel_counts is not None:
-            stats.sentinel_checks, stats.sentinel_mismatches = self._sentinel_counts()
+        if (now := time.monotonic()) >= self._next_memory_time:
+            self._memory, self._next_memory_time = self.runner.device_memory(), now + _MEMORY_SECONDS
+        stats.device_memory, stats.device_memory_total = self._memory
+        stats.sentinel_checks, stats.sentinel_mismatches = self.runner.sentinel_counts()
         message = StepOutputs(outputs, stats)
         if preempted := self.scheduler.take_preempted():
             message.preempted = preempted

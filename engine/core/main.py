@@ -11,7 +11,7 @@ import socket
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -19,7 +19,7 @@ from engine.config.config import Config
 from engine.core.engine_core import EngineCore
 from engine.core.kv_events import KVEventPublisher
 from engine.core.sockets import CoreSockets, Wake
-from engine.core.startup import LoadedModel, PhaseClock, load_model
+from engine.core.startup import PhaseClock, StartedModel, start_model
 from engine.distributed.core_process import LOST_FRONT_END, Launch
 from engine.distributed.flight_record import FlightRecord
 from engine.distributed.lockstep import PEER_END_SECONDS, LockstepMember, PeerLostError, RendezvousError, ReplicaLinks
@@ -146,8 +146,8 @@ def _load_and_serve(config: Config, launch: Launch, sockets: CoreSockets, ranks:
     try:
         has_ranks = config.parallel_config.tensor_parallel_size > 1
         start_ranks = partial(ranks.start, config, sockets) if has_ranks else None
-        loaded = load_model(config, phases, start_ranks, links, launch.share)
-        core = _core(loaded, sockets, record, links, launch.share.replica)
+        model = start_model(config, phases, start_ranks, links, launch.share)
+        core = _core(model, sockets, record, links, launch.share.replica)
         core.produce_token()
         if links is not None:
             links.remove_directory()
@@ -167,9 +167,9 @@ def _load_and_serve(config: Config, launch: Launch, sockets: CoreSockets, ranks:
     # Exclude torch's objects from garbage collection: a full collection would visit them all and delay a step.
     gc.freeze()
     phases.end("warm-up")
-    matchers = Matchers(loaded.load_tokenizer, loaded.info.vocab_size, loaded.info.eos_token_ids)
+    matchers = Matchers(model.load_tokenizer, model.info.vocab_size, model.info.eos_token_ids)
     sockets.serve(matchers, core.interrupt_for)
-    sockets.output_queue.put(Ready(loaded.info, phases.seconds))
+    sockets.output_queue.put(Ready(model.info, phases.seconds))
     try:
         core.busy_loop()
     except PeerLostError as error:
@@ -190,36 +190,21 @@ def _links(lockstep_member: LockstepMember, sockets: CoreSockets) -> ReplicaLink
 
 
 def _core(
-    loaded: LoadedModel, sockets: CoreSockets, record: FlightRecord, links: ReplicaLinks | None, replica: int
+    model: StartedModel, sockets: CoreSockets, record: FlightRecord, links: ReplicaLinks | None, replica: int
 ) -> EngineCore:
-    """Create the engine core of a loaded model. Raises `ValueError` if KV events cannot be published."""
-    config = loaded.config
-    events = config.kv_events_config
-    runner, queues = loaded.runner, (sockets.input_queue, sockets.output_queue)
-    options: dict[str, Any] = {
-        "window": loaded.window,
-        "rope": loaded.rope,
-        "blocks_at_first": loaded.blocks_at_first,
-        "splits_prompts": loaded.splits_prompts,
-        "default_step_seconds": loaded.default_step_seconds,
-        "max_interposed_tokens": loaded.max_interposed_tokens if links is None else 0,
-        "max_rounds": loaded.max_rounds if links is None else 1,
-        "generates": loaded.generates,
-        "prepare_while_idle": runner.prepare_while_idle,
-        "device_memory": loaded.device_memory,
-        "sentinel_counts": loaded.sentinel_counts,
-        "record": record,
-        "kv_events": None
-        if events.kv_events_endpoint is None
-        else KVEventPublisher(events, replica, config.kv_cache_block_size),
-        "collections": FullCollections(),
-    }
+    """Create the engine core of a started model. Raises `ValueError` if KV events cannot be published."""
+    config, events = model.config, model.config.kv_events_config
+    parts = config, model.scheduler, model.runner, sockets.input_queue, sockets.output_queue
+    kv_events = None
+    if events.kv_events_endpoint is not None:
+        kv_events = KVEventPublisher(events, replica, config.kv_cache_block_size)
     if links is None:
-        return EngineCore(config, runner, *queues, **options)
+        return EngineCore(*parts, record=record, kv_events=kv_events, collections=FullCollections())
     from engine.core.dp_engine_core import DPEngineCoreProc, Lockstep
 
-    assert loaded.world is not None
-    return DPEngineCoreProc(config, runner, *queues, Lockstep(loaded.world, links), **options)
+    assert model.world is not None
+    lockstep = Lockstep(model.world, links)
+    return DPEngineCoreProc(*parts, lockstep, record=record, kv_events=kv_events, collections=FullCollections())
 
 
 if __name__ == "__main__":

@@ -607,6 +607,11 @@ class Scheduler:
 
     # -- interposed steps ---------------------------------------------------------------------------------------------
 
+    @property
+    def interposes(self) -> bool:
+        """Whether steps may be interposed in others."""
+        return self.step_budget is not None and self.step_budget.max_interposed_tokens > 0
+
     def would_interpose(self, seq: Sequence) -> bool:
         """Whether a new sequence would be interposed if its prompt is short. Thread-safe."""
         has_slot = self._pool.has_slot(self._kept_from(seq.owner))

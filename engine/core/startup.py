@@ -1,6 +1,6 @@
 """The start-up of an engine core: loads the model that a `Config` names, in measured phases.
 
-Imports torch inside `load_model`, so that the busy loop and its tests need no torch.
+Imports torch inside `start_model`, so that the busy loop and its tests need no torch.
 """
 
 import logging
@@ -11,6 +11,7 @@ import msgspec
 
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
+from engine.core.scheduler import Scheduler
 from engine.distributed.host_resources import HostShare
 from engine.distributed.lockstep import ReplicaLinks
 from engine.messages import ModelInfo
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from engine.runner.model_runner import ModelRunner
     from engine.text.tokenizer import Tokenizer
     from models.architectures.config import CheckpointConfig
-    from models.config.rope import RopeContext
 
 logger = logging.getLogger(__name__)
 
@@ -48,44 +48,25 @@ class PhaseClock:
         self._last = now
 
 
-class LoadedModel(NamedTuple):
+class StartedModel(NamedTuple):
     """A model with its KV cache. In `config`, all fields that depend on the checkpoint and the memory are set."""
 
     runner: "ModelRunner"
+    scheduler: Scheduler
     config: Config
     info: ModelInfo
     load_tokenizer: "Callable[[], Tokenizer]"
-    window: int | None = None
-    """Attention window of the layer with the longest one, in tokens including the query's own; None: no window."""
-    rope: "RopeContext | None" = None
-    """How a sequence's rotary frequencies depend on its length; None if they do not."""
-    blocks_at_first: int | None = None
-    """Initial number of blocks of a KV cache that grows with its use; None: all blocks."""
     world: "World | None" = None
     """The group of replicas that compute in lockstep; None without lockstep."""
-    default_step_seconds: float = 0.0
-    """Bound of a step's seconds if the settings have none; 0 means no bound."""
-    max_interposed_tokens: int = 0
-    """Most tokens of a step that is interposed in a paused step; 0: steps are not paused."""
-    max_rounds: int = 1
-    """Most rounds in which a step verifies drafts."""
-    splits_prompts: bool = True
-    """Whether a prompt may be computed in several steps."""
-    generates: bool = True
-    """Whether the model generates tokens; otherwise it only pools prompts."""
-    device_memory: "Callable[[], tuple[int, int]] | None" = None
-    """Returns the GPU memory that this process uses and the total, in bytes; None on a CPU."""
-    sentinel_counts: "Callable[[], tuple[int, int]] | None" = None
-    """Returns the number of served results that were compared with torch, and of wrong ones."""
 
 
-def load_model(
+def start_model(
     config: Config,
     phases: PhaseClock,
     start_ranks: "Callable[[Path], AsyncIOProcManager] | None" = None,
     links: ReplicaLinks | None = None,
     share: HostShare = HostShare(),  # noqa: B008, immutable
-) -> LoadedModel:
+) -> StartedModel:
     """Load the model of `config` and warm it up. Raises `ValueError` with a sentence if it cannot be served.
 
     `start_ranks` starts the processes with the other shards of the checkpoint at the given path; None: there are none.
@@ -135,23 +116,17 @@ def load_model(
             own_cpus=sorted(own_cpus | others_cpus),
             num_parameters=info.num_parameters + others_parameters,
         )
-    return LoadedModel(
-        runner,
+    scheduler = Scheduler(
         config,
-        info,
-        lambda: _load_tokenizer(path),
         window=runner.window,
         rope=runner.rope,
         blocks_at_first=runner.blocks_at_first,
-        world=world,
-        default_step_seconds=_CPU_STEP_SECONDS if loaded.device.type == "cpu" else 0.0,
-        max_interposed_tokens=runner.max_interposed_tokens,
-        max_rounds=runner.max_rounds,
         splits_prompts=not loaded.is_encoder,
-        generates=loaded.generates,
-        device_memory=None if loaded.device.type == "cpu" else runner.device_memory,
-        sentinel_counts=runner.sentinel_counts,
+        default_step_seconds=_CPU_STEP_SECONDS if loaded.device.type == "cpu" else 0.0,
+        max_interposed_tokens=runner.max_interposed_tokens if links is None else 0,
+        max_rounds=runner.max_rounds if links is None else 1,
     )
+    return StartedModel(runner, scheduler, config, info, lambda: _load_tokenizer(path), world)
 
 
 def _log_cache(config: Config, size: "KVCacheSize", architecture: str) -> None:

@@ -52,6 +52,10 @@ class ModelRunnerInterface(Protocol):
     may_replay: bool
     """Whether all replicas in lockstep replay a graph in the next pass."""
 
+    @property
+    def generates(self) -> bool:
+        """Whether the model generates tokens; otherwise it only pools prompts."""
+
     def can_replay(self, batch: ScheduledBatch, /) -> bool:
         """Return whether a graph can replay a step, if all replicas in lockstep replay graphs."""
 
@@ -75,6 +79,15 @@ class ModelRunnerInterface(Protocol):
 
     def dummy_prefill(self) -> None:
         """Compute a forward pass over one padding token."""
+
+    def prepare_while_idle(self) -> bool:
+        """Do work that makes later steps faster. Returns whether more remains."""
+
+    def device_memory(self) -> tuple[int, int]:
+        """Return the GPU memory that this process uses and the total, in bytes; zeros on a CPU."""
+
+    def sentinel_counts(self) -> tuple[int, int]:
+        """Return the number of served results that were compared with torch, and of wrong ones."""
 
     def release_cache(self) -> None:
         """Free the KV cache's memory on the host until a step needs it. Its content is lost."""

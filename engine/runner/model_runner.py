@@ -193,6 +193,11 @@ class ModelRunner:
         )
 
     @property
+    def generates(self) -> bool:
+        """Whether the model generates tokens; otherwise it only pools prompts."""
+        return self.loaded.generates
+
+    @property
     def max_interposed_tokens(self) -> int:
         """The most tokens of a step that is computed while another is paused; 0 if none may be."""
         is_plain = self.parallel.is_alone and self.loaded.exchange is None and not self.loaded.stream_layers
@@ -715,7 +720,9 @@ class ModelRunner:
         self.page_committer.release()
 
     def device_memory(self) -> tuple[int, int]:
-        """Bytes of a GPU's memory that this process holds, and the GPU's total."""
+        """Bytes of a GPU's memory that this process holds, and the GPU's total; zeros on a CPU."""
+        if self.device.type == "cpu":
+            return 0, 0
         memory = DeviceMemory(self.device)
         return memory.held(), memory.total()
 

@@ -18,7 +18,7 @@ from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
 from engine.core import main as core_main
 from engine.core.scheduler import Scheduler
-from engine.core.startup import LoadedModel, PhaseClock
+from engine.core.startup import PhaseClock, StartedModel
 from engine.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
 from tests.e2e.stub_core import EOS, StubRunner, model_of
@@ -63,8 +63,8 @@ class ScriptedRunner(StubRunner):
         return ScheduledBatchOutput({id: (self._script.token(id, length),) for id, length in lengths})
 
 
-def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedModel:
-    """A replacement of `engine.core.startup.load_model`."""
+def start_model(config: Config, phases: PhaseClock, *others: object) -> StartedModel:
+    """A replacement of `engine.core.startup.start_model`."""
     context = int(os.environ.get(CONTEXT, "131072"))
     script = Script(Path(os.environ[SCRIPT]), Tokenizer.from_checkpoint(resolve_checkpoint(None)))
     add = Scheduler.add
@@ -79,5 +79,5 @@ def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedMod
 
 
 if __name__ == "__main__":
-    core_main.load_model = load_model
+    core_main.start_model = start_model
     core_main.main()

@@ -13,7 +13,7 @@ from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
 from engine.core import main as core_main
 from engine.core.scheduler import Scheduler
-from engine.core.startup import LoadedModel, PhaseClock
+from engine.core.startup import PhaseClock, StartedModel
 from engine.messages import ModelInfo
 from engine.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
@@ -51,6 +51,14 @@ class StubRunner:
         lengths = zip(batch.req_ids, batch.context_lens, strict=True)
         return ScheduledBatchOutput({seq_id: (FIRST_TOKEN + length,) for seq_id, length in lengths})
 
+    generates = True
+
+    def device_memory(self) -> tuple[int, int]:
+        return 0, 0
+
+    def sentinel_counts(self) -> tuple[int, int]:
+        return 0, 0
+
     def launch(self, batch: ScheduledBatch, /) -> "StubStep":
         return StubStep(self.forward(batch))
 
@@ -76,18 +84,19 @@ class StubStep:
         pass
 
 
-def model_of(runner: StubRunner, config: Config, name: str, *, num_blocks: int, context: int) -> LoadedModel:
+def model_of(runner: StubRunner, config: Config, name: str, *, num_blocks: int, context: int) -> StartedModel:
     """A model that `runner` stands in for, with the tokenizer of the embedded checkpoint."""
     config = config.model_copy(
         update={"num_kvcache_blocks": num_blocks, "max_model_len": context, "eos_token_id": EOS}
     )
     info = ModelInfo(name, "float32", "cpu", "cpu", 0, 50_000, context, [EOS], 16, num_blocks)
     checkpoint = resolve_checkpoint(None)
-    return LoadedModel(runner, config, info, lambda: Tokenizer.from_checkpoint(checkpoint))  # type: ignore[arg-type]
+    scheduler = Scheduler(config)
+    return StartedModel(runner, scheduler, config, info, lambda: Tokenizer.from_checkpoint(checkpoint))  # type: ignore[arg-type]
 
 
-def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedModel:
-    """A replacement of `engine.core.startup.load_model`."""
+def start_model(config: Config, phases: PhaseClock, *others: object) -> StartedModel:
+    """A replacement of `engine.core.startup.start_model`."""
     match FAULT:
         case "bad checkpoint":
             raise CheckpointError("model is /nowhere, but there is no such directory; check the path")
@@ -114,5 +123,5 @@ _add = Scheduler.add
 
 if __name__ == "__main__":
     Scheduler.add = add  # type: ignore[method-assign]
-    core_main.load_model = load_model
+    core_main.start_model = start_model
     core_main.main()

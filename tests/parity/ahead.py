@@ -75,7 +75,7 @@ class Near(float):
 
 def by_core(runner: ModelRunner, seqs: Iterable[Sequence]) -> list[RequestOutput]:
     """The messages of an engine core that runs the sequences to their ends."""
-    core = EngineCore(runner.config, runner, SimpleQueue(), SimpleQueue())
+    core = EngineCore(runner.config, Scheduler(runner.config), runner, SimpleQueue(), SimpleQueue())
     for seq in seqs:
         core.input_queue.put(seq)
     core.pull_and_process_input_queue()

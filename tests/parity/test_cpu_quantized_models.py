@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from engine.config.config import Config, PrecisionConfig
-from engine.core.startup import PhaseClock
-from engine.core.startup import load_model as load_served
+from engine.core.startup import PhaseClock, start_model
 from models.architectures.config import ModelConfig
 from models.demo import CHECKPOINT_DIR
 from models.errors import CheckpointError
@@ -133,13 +132,13 @@ def test_an_adapter_adds_to_rounded_weights_what_it_adds_to_others(tmp_path: Pat
 def test_a_quantised_checkpoint_is_rounded_again(tmp_path: Path, rounding: Rounding) -> None:
     pair = q.write_pair(tmp_path, q.awq, q.AWQ_CONFIG)
     config = Config(model=str(pair.quantised), dtype="bfloat16", quantization_config=asked(rounding), max_model_len=64)
-    model: Any = load_served(config, PhaseClock(0.0)).runner.model
+    model: Any = start_model(config, PhaseClock(0.0)).runner.model
     assert isinstance(packed_of(model.model.layers[0].mlp.down_proj.weight), QuantizedWeight)
 
 
 def refusal(**fields: Any) -> str:
     with pytest.raises(ValueError, match="quantization is int8, which rounds weights") as error:
-        load_served(Config(quantization_config=asked("int8"), max_model_len=64, **fields), PhaseClock(0.0))
+        start_model(Config(quantization_config=asked("int8"), max_model_len=64, **fields), PhaseClock(0.0))
     return str(error.value)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler
-from engine.core.startup import PhaseClock, load_model
+from engine.core.startup import PhaseClock, start_model
 from engine.runner.kv_cache import LayerCaches
 from engine.runner.start import measure_kv_cache
 from models.attention.backend import select_backend
@@ -100,7 +100,7 @@ def test_a_recurrent_models_states_come_out_of_the_caches_memory(
     caches = runner_for(path).caches
     room = 5 * caches.slot_bytes + 100 * caches.block_bytes
     config = Config(model=str(path), device="cpu", dtype="float32", cpu_kvcache_gib=room / 2**30)
-    loaded = load_model(config, PhaseClock(time.monotonic()))
+    loaded = start_model(config, PhaseClock(time.monotonic()))
     num_slots = room // 2 // caches.slot_bytes
     assert loaded.config.max_num_seqs == num_slots < config.max_num_seqs
     assert "Qwen3NextForCausalLM runs by Kaon's own code, in float32 on cpu" in caplog.messages
@@ -114,6 +114,6 @@ def test_a_recurrent_models_states_come_out_of_the_caches_memory(
 
 def test_a_model_of_recurrent_layers_alone_is_served(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, "Qwen3NextForCausalLM", layer_types=["linear_attention"] * 4)
-    loaded = load_model(Config(model=str(path), device="cpu", max_num_seqs=4), PhaseClock(time.monotonic()))
+    loaded = start_model(Config(model=str(path), device="cpu", max_num_seqs=4), PhaseClock(time.monotonic()))
     (answer,) = generate(loaded.runner, Scheduler(loaded.config), [prompt(20)])
     assert answer

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from engine.config.config import Config, PrecisionConfig
-from engine.core.startup import PhaseClock
-from engine.core.startup import load_model as load_served
+from engine.core.startup import PhaseClock, start_model
 from models.architectures.config import ModelConfig
 from models.errors import CheckpointError
 from tests.parity import quantized_checkpoints as q
@@ -161,14 +160,14 @@ def test_the_asked_for_quantisation_must_be_the_checkpoints(tmp_path: Path, want
     path = q.write_pair(tmp_path, q.awq, q.AWQ_CONFIG).quantised
     config = Config(model=str(path), quantization_config=PrecisionConfig(quantization=wanted), max_model_len=64)
     if accepted:
-        load_served(config, PhaseClock(0.0))
+        start_model(config, PhaseClock(0.0))
         return
     with pytest.raises(ValueError, match=rf"quantization is {wanted}, but that of .* is awq; set it to auto"):
-        load_served(config, PhaseClock(0.0))
+        start_model(config, PhaseClock(0.0))
 
 
 def test_a_dense_checkpoint_is_not_quantised_on_the_way(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path)
     config = Config(model=str(path), quantization_config=PrecisionConfig(quantization="fp8"), max_model_len=64)
     with pytest.raises(ValueError, match=r"quantization is fp8, but that of .* is none; set it to auto"):
-        load_served(config, PhaseClock(0.0))
+        start_model(config, PhaseClock(0.0))

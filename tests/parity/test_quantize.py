@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.config.config import Config, PrecisionConfig
-from engine.core.startup import PhaseClock
-from engine.core.startup import load_model as load_served
+from engine.core.startup import PhaseClock, start_model
 from models.config.fields import read_config
 from models.errors import CheckpointError
 from models.layers.parameter import packed_of
@@ -42,7 +41,7 @@ def served(path: Path, quantization: str = "auto") -> Any:
     """The model that a server of the checkpoint computes."""
     precision = PrecisionConfig.model_validate({"quantization": quantization})
     config = Config(model=str(path), quantization_config=precision, max_model_len=64, num_kvcache_blocks=16)
-    return load_served(config, PhaseClock(0.0)).runner.model
+    return start_model(config, PhaseClock(0.0)).runner.model
 
 
 def contents(model: Any) -> dict[str, torch.Tensor]:

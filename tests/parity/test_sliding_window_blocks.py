@@ -9,7 +9,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler
-from engine.core.startup import PhaseClock, load_model
+from engine.core.startup import PhaseClock, start_model
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -93,7 +93,7 @@ def test_greedy_tokens_are_those_of_transformers_in_a_cache_too_small_for_all_bl
 
 def test_start_up_finds_the_window(checkpoint: Path) -> None:
     config = Config(model=str(checkpoint), device="cpu", num_kvcache_blocks=8)
-    assert load_model(config, PhaseClock(time.monotonic())).window == WINDOW
+    assert start_model(config, PhaseClock(time.monotonic())).scheduler.window == WINDOW
 
 
 def test_only_a_model_whose_every_paged_layer_is_windowed_has_a_window(checkpoint: Path, tmp_path: Path) -> None:

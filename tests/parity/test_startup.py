@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.config.config import Config
-from engine.core.startup import PhaseClock, load_model
+from engine.core.startup import PhaseClock, start_model
 
 
 @pytest.mark.parametrize(
@@ -20,5 +20,5 @@ from engine.core.startup import PhaseClock, load_model
 )
 def test_what_cannot_be_served_is_refused_in_a_sentence(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as raised:
-        load_model(Config.from_fields(num_kvcache_blocks=16, **fields), PhaseClock(time.monotonic()))
+        start_model(Config.from_fields(num_kvcache_blocks=16, **fields), PhaseClock(time.monotonic()))
     assert "\n" not in str(raised.value)

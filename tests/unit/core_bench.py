@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config.config import Config
 from engine.core.engine_core import EngineCore
+from engine.core.scheduler import Scheduler
 from engine.distributed.flight_record import FlightRecord
 from engine.full_collections import FullCollections
 from engine.messages import AbortRequests, RequestOutput, Shutdown, StepOutputs, Stopped
@@ -35,7 +36,17 @@ class StubRunner:
             {seq_id: (5,) for seq_id in batch.req_ids if seq_id not in errors}, errors=errors or None
         )
 
+    generates = True
     may_replay = False
+
+    def prepare_while_idle(self) -> bool:
+        return False
+
+    def device_memory(self) -> tuple[int, int]:
+        return 0, 0
+
+    def sentinel_counts(self) -> tuple[int, int]:
+        return 0, 0
 
     def can_replay(self, batch: ScheduledBatch, /) -> bool:
         return not batch.total_seqs_num_prefill
@@ -81,8 +92,9 @@ class Bench:
         config = Config(**{**self.defaults, **settings})
         self.runner = StubRunner()
         self.record = FlightRecord.of_its_own(config.max_num_seqs)
+        queues = SimpleQueue[Any](), SimpleQueue[Any]()
         self.core = EngineCore(
-            config, self.runner, SimpleQueue(), SimpleQueue(), record=self.record, collections=collections
+            config, Scheduler(config), self.runner, *queues, record=self.record, collections=collections
         )
 
     def add(self, seq_id: int, num_prompt_tokens: int = 3, max_tokens: int = 4, *, suspect: bool = False) -> None:

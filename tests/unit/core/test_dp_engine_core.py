@@ -13,6 +13,7 @@ import pytest
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config.config import Config
 from engine.core.dp_engine_core import DPEngineCoreProc, Lockstep
+from engine.core.scheduler import Scheduler
 from engine.core.sockets import Wake
 from engine.distributed.lockstep import PeerLostError
 from engine.messages import AbortRequests, Shutdown, StepOutputs, Stopped
@@ -99,7 +100,7 @@ class Replicas:
         self.locksteps = [Lockstep(self.World(self, replica), self.Peers(self, replica)) for replica in range(2)]
         self.inboxes = [Inbox(), Inbox()]
         self.cores = [
-            DPEngineCoreProc(config, runner, inbox, SimpleQueue(), lockstep)
+            DPEngineCoreProc(config, Scheduler(config), runner, inbox, SimpleQueue(), lockstep)
             for runner, inbox, lockstep in zip(self.runners, self.inboxes, self.locksteps, strict=True)
         ]
         self.threads = ThreadPoolExecutor(2)

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from engine.batch import ScheduledBatch
-from engine.config.config import Config
 from engine.core import engine_core, step_pipeline
-from engine.core.engine_core import EngineCore
 from engine.messages import AbortRequests, Shutdown
 from tests.unit.core_bench import BLOCK_SIZE, NUM_BLOCKS, Bench, ends, outputs_of
 
@@ -37,15 +35,16 @@ def test_each_step_is_reported_in_one_message_with_its_kind_and_gauges(bench: Be
     assert (messages[0].stats.num_running, messages[0].stats.kv_blocks_total) == (2, NUM_BLOCKS)
 
 
-def test_memory_of_the_device_is_read_once_in_a_while_and_goes_with_every_step(bench: Bench) -> None:
+def test_memory_of_the_device_is_read_once_in_a_while_and_goes_with_every_step(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks: list[int] = []
-    core, config = bench.core, Config(**bench.defaults)
 
     def look() -> tuple[int, int]:
         looks.append(1)
         return 3, 7
 
-    bench.core = EngineCore(config, bench.runner, core.input_queue, core.output_queue, device_memory=look)
+    monkeypatch.setattr(bench.runner, "device_memory", look)
     bench.add(0, max_tokens=4)
     messages = bench.run_until_done(0)
     assert {(each.stats.device_memory, each.stats.device_memory_total) for each in messages if each.stats} == {(3, 7)}

@@ -19,6 +19,7 @@ from engine.batch import ScheduledBatch, ScheduledBatchOutput, StepBuilder
 from engine.config.config import Config
 from engine.core import step_pipeline
 from engine.core.engine_core import EngineCore
+from engine.core.scheduler import Scheduler
 from engine.core.step_budget import StepBudget
 from engine.messages import AbortRequests, PoolingParams, ReleaseCache, Shutdown, StepOutputs
 from engine.sampling_params import SamplingParams
@@ -642,9 +643,8 @@ class PausingBench(Bench):
         super().__init__(num_kvcache_blocks=256, max_num_seqs=32, max_step_seconds=0.5)
         self.runner: PausingRunner = PausingRunner()
         config = Config(**{**self.defaults, "num_kvcache_blocks": 256, "max_num_seqs": 32, "max_step_seconds": 0.5})
-        self.core = EngineCore(
-            config, self.runner, SimpleQueue(), SimpleQueue(), max_interposed_tokens=64, record=self.record
-        )
+        scheduler = Scheduler(config, max_interposed_tokens=64)
+        self.core = EngineCore(config, scheduler, self.runner, SimpleQueue(), SimpleQueue(), record=self.record)
         budget = self.core.scheduler.step_budget
         assert budget is not None
         monkeypatch.setattr(budget, "may_pause", lambda batch: True)
