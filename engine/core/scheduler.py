@@ -351,7 +351,7 @@ class Scheduler:
         tenths of the mean lately. In chunks of what other owners' decodes leave of a small model's step they would
         take many steps.
         """
-        if self.step_budget is None:
+        if self.step_budget is None or not self.step_budget.seconds_to_add():
             return
         owners = self._shares.from_lightest(each for each in self.waiting.latest_owners if each not in passed_over)
         if not owners or self._is_waited_for(owner := owners[0], blocked):

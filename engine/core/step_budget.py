@@ -225,7 +225,7 @@ class StepBudget:
         """Return the time that prompts beyond the step's bound may still take if this part of all of it is kept."""
         return (1.0 - kept) * self._most_interposed - self._interposed
 
-    def seconds_to_add(self, service: float) -> float:
+    def seconds_to_add(self, service: float = 0.0) -> float:
         """Return the time beyond a short step's bound for short prompts of an owner with this recent service."""
         if not self.max_interposed_tokens or self.is_alone or self._bound >= _LEAST_BOUND:
             return 0.0
