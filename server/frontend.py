@@ -60,8 +60,8 @@ _ENDPOINTS_OF = {
 SHUTTING_DOWN = "the server is shutting down; send the request again later"
 
 
-class LoadedModel(NamedTuple):
-    """The facts about the loaded model that the API process needs."""
+class ServedModel(NamedTuple):
+    """What the API process needs to serve a model."""
 
     processor: InputOutputProcessor
     answer_format: AnswerFormat
@@ -154,7 +154,7 @@ class Frontend:
         self.failure: str | None = None
         """Why the model cannot be served; None while it can."""
         self._core = core
-        self._loaded: LoadedModel | None = None
+        self._loaded: ServedModel | None = None
         self._is_attached = False
         self._is_waking = False
         """Whether the starting core replaces one that was ended on purpose."""
@@ -253,7 +253,7 @@ class Frontend:
             self.config.bos_token_id,
             clips_max_tokens=self.config.server_config.max_tokens_overflow == "clamp",
         )
-        self._loaded = LoadedModel(
+        self._loaded = ServedModel(
             processor,
             AnswerFormat.of_model(tokenizer, template, model.architecture, *parsers),
             grammars,
@@ -287,7 +287,7 @@ class Frontend:
         return self._loaded is not None
 
     @property
-    def loaded(self) -> LoadedModel:
+    def loaded(self) -> ServedModel:
         """The loaded model. Raises `NotReady` unless requests can be served."""
         if self._is_closing:
             raise ShuttingDown(SHUTTING_DOWN)

@@ -27,7 +27,7 @@ from engine.text.structured.spec import CheckUnavailable, GrammarKind, GrammarSp
 from server.access_log import facts_of
 from server.error_answers import refusal
 from server.errors import BadRequest, BodyTooLarge, NotReady, RequestTimeout, UnsupportedMediaType
-from server.frontend import Frontend, LoadedModel, owner_of
+from server.frontend import Frontend, ServedModel, owner_of
 from server.ignored import ignore
 from server.limits.admission import counted_refusals
 from server.limits.jobs import MANY_OBJECTS, OwnerJobs
@@ -370,7 +370,7 @@ async def in_thread(
 
 
 def _check_chat(
-    request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend, watch: ProcessWatch
+    request: ChatCompletionRequest, model: ServedModel, frontend: Frontend, watch: ProcessWatch
 ) -> tuple[CheckedPrompt, str]:
     """Return the tokenised prompt, and the last characters of its text."""
     processor = model.processor
@@ -390,7 +390,7 @@ def _check_chat(
 
 
 def render_prompt(
-    request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend, watch: ProcessWatch | None = None
+    request: ChatCompletionRequest, model: ServedModel, frontend: Frontend, watch: ProcessWatch | None = None
 ) -> str:
     """Render the text of the prompt; call it in a thread. Raises `InvalidRequest` and `BadRequest`.
 

@@ -17,7 +17,7 @@ from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.anthropic.conversion import NO_DOCUMENT, NO_IMAGE, count_tokens, digest, prepare, to_chat, wants_cache
 from server.errors import BadRequest, ThreadUnsupported
-from server.frontend import Frontend, LoadedModel
+from server.frontend import Frontend, ServedModel
 from server.ignored import collect
 from server.limits.jobs import TooManyJobs
 from server.limits.owners import Owner
@@ -487,7 +487,7 @@ def test_a_prompt_still_shows_tools_of_which_all_were_removed() -> None:
     processor = InputOutputProcessor(tokenizer, ChatTemplate({"default": template}), info)
     model, frontend = SimpleNamespace(processor=processor), SimpleNamespace(config=Config())
     chat = chat_of(user("Hi"), system({"type": "tool_removal", "tool": READ}), tools=[TOOL])
-    assert render_prompt(chat, cast(LoadedModel, model), cast(Frontend, frontend)) == "read;user"
+    assert render_prompt(chat, cast(ServedModel, model), cast(Frontend, frontend)) == "read;user"
     assert ToolUse.of(chat.tools, chat.tool_choice).tools == ()
 
 

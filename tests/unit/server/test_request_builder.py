@@ -18,7 +18,7 @@ from engine.text.pooling import PooledPrompt, PoolingProcessor
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.errors import BadRequest
-from server.frontend import Frontend, LoadedModel
+from server.frontend import Frontend, ServedModel
 from server.limits.accounts import Accounts
 from server.limits.jobs import Jobs
 from server.limits.owners import ANYONE, Owner
@@ -232,7 +232,7 @@ def test_variables_of_the_chat_template_have_defaults_of_the_server() -> None:
         chat = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
         request = validate(chat, ChatCompletionRequest, allow_unknown=False)
         frontend = SimpleNamespace(loaded=model, config=config)
-        return render_prompt(request, cast(LoadedModel, model), cast(Frontend, frontend))
+        return render_prompt(request, cast(ServedModel, model), cast(Frontend, frontend))
 
     assert prompt() == "False  !"
     assert prompt(enable_thinking=True, preserve_thinking=True) == "True True !"
@@ -258,7 +258,7 @@ def test_results_of_calls_have_the_names_of_their_functions() -> None:
     chat = {"model": "m", "messages": [{"role": "user", "content": "Hi"}, *first, *second]}
     request = validate(chat, ChatCompletionRequest, allow_unknown=False)
     frontend = cast(Frontend, SimpleNamespace(loaded=model, config=Config()))
-    assert render_prompt(request, cast(LoadedModel, model), frontend) == "find now roll  other "
+    assert render_prompt(request, cast(ServedModel, model), frontend) == "find now roll  other "
 
 
 def test_what_is_read_with_each_prompt_has_the_bound_of_a_body() -> None:
