@@ -3,7 +3,7 @@
 The steps, in this order: `accept` reads and validates the body and refuses requests that cannot be served now; the
 grammar of the response format is compiled; the chat is rendered, tokenised and checked in a thread; the grammar of the
 tool calls is compiled; `new_sequences` creates the messages for the core. `prepare_chat` does all steps but the first
-and the last for chats and responses; `server.routes.completions` does them for its prompts.
+and the last for chats, and `chat_sequences` the last; `server.routes.completions` does them for its prompts.
 """
 
 import asyncio
@@ -633,6 +633,16 @@ def new_sequences(
         adapter=frontend.adapter_of(request.model),
         arrival_time=arrival_time,
         visible_token_ids=visible_token_ids,
+    )
+
+
+def chat_sequences(
+    request: SamplingFields, chat: PreparedChat, frontend: Frontend, owner: Owner, arrival_time: float
+) -> list[NewSequence]:
+    """As `new_sequences`, for the `n` choices of a chat."""
+    prompt, grammar, visible, _ = chat
+    return new_sequences(
+        request, prompt, grammar, frontend, owner, arrival_time, num_choices=request.n, visible_token_ids=visible
     )
 
 

@@ -26,9 +26,9 @@ from server.parsing.parser import (
 )
 from server.request_builder import (
     accept,
+    chat_sequences,
     check_request_limits,
     holder_of_stream,
-    new_sequences,
     prepare_chat,
     resumed,
 )
@@ -337,16 +337,7 @@ async def prepare(
     """Create the sequences and the renderer for a chat. Raises `BadRequest` and other `ApiError`s."""
     check_request_limits(request, frontend)
     chat = await prepare_chat(request, frontend, owner)
-    sequences = new_sequences(
-        request,
-        chat.prompt,
-        chat.grammar,
-        frontend,
-        owner,
-        arrival_time,
-        num_choices=request.n,
-        visible_token_ids=chat.visible_token_ids,
-    )
+    sequences = chat_sequences(request, chat, frontend, owner, arrival_time)
     tokenizer = frontend.loaded.processor.tokenizer
     return sequences, ChatRenderer(request, tokenizer, frontend.fingerprint, chat.new_parser, chat.prompt.token_ids)
 

@@ -11,7 +11,7 @@ from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import AnthropicError, BadRequest
 from server.frontend import owner_of
 from server.models import Models
-from server.request_builder import accept, drop_input, new_sequences, reading
+from server.request_builder import accept, chat_sequences, drop_input, reading
 from server.schemas.body import as_json
 from server.schemas.messages import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from server.streaming.generation import Generation
@@ -35,15 +35,7 @@ async def create_message(http: Request) -> Response:
     async with accept(http, MessagesRequest) as (request, frontend, owner):
         frontend.admission.precheck(owner, 1)
         chat, prepared = await prepare(request, frontend, owner, frontend.seal.opener(owner.key))
-        sequences = new_sequences(
-            chat,
-            prepared.prompt,
-            prepared.grammar,
-            frontend,
-            owner,
-            arrival_time,
-            visible_token_ids=prepared.visible_token_ids,
-        )
+        sequences = chat_sequences(chat, prepared, frontend, owner, arrival_time)
         drop_input(chat)
         prompt, config = prepared.prompt, frontend.config
         reports_created = config.enable_prefix_caching and wants_cache(request)

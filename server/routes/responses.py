@@ -11,7 +11,7 @@ from server.errors import ApiError, BadRequest
 from server.frontend import Frontend, owner_of
 from server.limits.owners import Owner
 from server.models import Models
-from server.request_builder import PreparedChat, accept, new_sequences, reading
+from server.request_builder import PreparedChat, accept, chat_sequences, reading
 from server.responses.conversion import prepare, retained_messages
 from server.responses.rendering import CompactionRenderer, ResponsesRenderer, failed_stream
 from server.responses.service import ResponsesService
@@ -127,15 +127,7 @@ async def _prepare_answer(
         if request.store:
             service.keep(response, owner, turn)
 
-    sequences = new_sequences(
-        request,
-        chat.prompt,
-        chat.grammar,
-        frontend,
-        owner,
-        arrival_time,
-        visible_token_ids=chat.visible_token_ids,
-    )
+    sequences = chat_sequences(request, chat, frontend, owner, arrival_time)
     params, tokenizer = chat.prompt.params, frontend.loaded.processor.tokenizer
     seal = frontend.seal.sealer(owner.key)
     parser = chat.new_parser()
