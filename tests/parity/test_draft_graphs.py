@@ -15,8 +15,7 @@ from engine.runner import graphs as graph_runner
 from engine.runner import loaded_model
 from engine.runner.device import Device
 from engine.runner.device_batch import DeviceBatch
-from engine.runner.draft_graphs import DraftGraphRunner
-from engine.runner.draft_passes import DraftPasses
+from engine.runner.draft_passes import DraftGraphRunner, DraftPasses
 from engine.runner.drafting import ModelDrafter
 from engine.runner.model_runner import ModelRunner
 from models.attention.backend import AttentionBackend
