@@ -7,7 +7,7 @@ service is next (virtual-time fair queueing: P. Goyal et al., "Start-time Fair Q
 import math
 from collections.abc import Iterable, Set
 
-_OWNERS_KEPT = 64
+_OWNERS_RECORDED = 64
 """Number of recorded owners beyond which obsolete ones are removed."""
 _MOST_OWNERS = 4096
 """Most recorded owners without a sequence."""
@@ -39,7 +39,7 @@ class FairShares:
         """Virtual time: the largest service of an owner at the start of its turn so far."""
         self._furthest = 0.0
         """Largest service that any owner reached by its turns."""
-        self._most_kept = _OWNERS_KEPT
+        self._most_recorded = _OWNERS_RECORDED
         self._recent: dict[str, float] = {}
         """Service of each owner in the current period."""
         self._before: dict[str, float] = {}
@@ -176,16 +176,16 @@ class FairShares:
     @property
     def is_crowded(self) -> bool:
         """Whether `forget_all_but` should be called."""
-        return len(self._served) > self._most_kept
+        return len(self._served) > self._most_recorded
 
     def forget_all_but(self, live: Set[str]) -> None:
         """Remove the owners that have no sequence and no service that would matter if they returned."""
         known = (self._recent.keys() | self._before.keys()) - self._new - self._new_before
-        kept = {owner: at for owner, at in self._served.items() if owner in live or owner in known or at > self._now}
-        if len(kept) > len(live) + _MOST_OWNERS:
-            kept = {owner: at for owner, at in kept.items() if owner in live}
-        self._served = kept
-        self._most_kept = _OWNERS_KEPT + 2 * len(self._served)
+        served = {owner: at for owner, at in self._served.items() if owner in live or owner in known or at > self._now}
+        if len(served) > len(live) + _MOST_OWNERS:
+            served = {owner: at for owner, at in served.items() if owner in live}
+        self._served = served
+        self._most_recorded = _OWNERS_RECORDED + 2 * len(self._served)
 
     def restart(self, owner: str) -> None:
         """Make all owners equal, because nothing is left to compute when `owner` begins to wait.
@@ -198,7 +198,7 @@ class FairShares:
         self._num_known -= was_served and not is_new
         for service in (self._recent, self._before):
             service.pop(owner, None)
-        kept = self._recent.keys() | self._before.keys() | (set() if is_new else {owner})
-        self._served = dict.fromkeys(self._served.keys() & kept, 0.0)
+        known = self._recent.keys() | self._before.keys() | (set() if is_new else {owner})
+        self._served = dict.fromkeys(self._served.keys() & known, 0.0)
         self._new_served = self._now = self._furthest = 0.0
-        self._most_kept = _OWNERS_KEPT
+        self._most_recorded = _OWNERS_RECORDED

@@ -204,7 +204,7 @@ class CoreManager:
         for replica in self._replicas:
             how = f"did not stop within {timeout:g} s" if replica.is_serving else "was stopped before it was ready"
             replica.supervisor.end(Failed(f"{replica.supervisor.name} {how}"))
-        self._close_places("")
+        self._close_hosts("")
 
     def fail(self, why: str) -> None:
         """End the cores at once, because the front end cannot continue. Other hosts receive `why`, a sentence."""
@@ -520,9 +520,9 @@ class CoreManager:
         self._closing = True
         for replica in self._replicas:
             replica.supervisor.end(failure)
-        self._close_places(failure.error)
+        self._close_hosts(failure.error)
 
-    def _close_places(self, why: str) -> None:
+    def _close_hosts(self, why: str) -> None:
         """Free the resources for starting cores. `why` is "" at an orderly end."""
         if self._rendezvous is not None:
             self._rendezvous.close()

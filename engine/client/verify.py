@@ -164,9 +164,9 @@ def _together(engine: LLMEngine, probes: Sequence[Probe], others: Sequence[Probe
 
 
 def _differing(probes: Sequence[Probe], found: Answers, expected: Answers) -> tuple[str, ...]:
-    said = []
+    differing = []
     for probe, one, other in zip(probes, found, expected, strict=True):
         if one != other:
-            place = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
-            said.append(f"the answer to {probe} from token {place} on")
-    return tuple(said)
+            index = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+            differing.append(f"the answer to {probe} from token {index} on")
+    return tuple(differing)

@@ -197,7 +197,7 @@ def build(config: Config, target: Target) -> Compiled:
         # Rank 0 adds the biases and samples; all others compute alike.
         for rank in sorted({0, size - 1}):
             loaded = _load(config, rank, size)
-            start_runner(loaded, meet=lambda: None, agree=partial(_blocks, loaded))
+            start_runner(loaded, rendezvous=lambda: None, agree=partial(_blocks, loaded))
     return Compiled(len(by_hit[False]), len(by_hit[True] - by_hit[False]))
 
 

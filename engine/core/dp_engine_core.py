@@ -68,7 +68,7 @@ class Lockstep:
         others."""
         self._has_shut_down = False
 
-    def meet(self, num_tokens: int, *, can_replay: bool = True, is_woken: bool = False) -> "Pass":
+    def agree(self, num_tokens: int, *, can_replay: bool = True, is_woken: bool = False) -> "Pass":
         """Agree on the next pass. Raises `ReplicasShutdown` when the replicas shut down.
 
         `can_replay`: whether this replica may replay a graph. `is_woken`: whether another replica, which has work,
@@ -88,11 +88,11 @@ class Lockstep:
         return Pass(tuple(each >> 1 for each in announced), not any(each & 1 for each in announced))
 
     def leave(self, *, is_woken: bool = False) -> None:
-        """Shut down all replicas, unless they are shutting down already. `is_woken` as in `meet`."""
+        """Shut down all replicas, unless they are shutting down already. `is_woken` as in `agree`."""
         if not self._has_shut_down:
             # If a replica is gone, the announcement is not needed.
             with contextlib.suppress(ReplicasShutdown, RuntimeError):
-                self.meet(_SHUTS_DOWN, is_woken=is_woken)
+                self.agree(_SHUTS_DOWN, is_woken=is_woken)
 
     def abandon(self, error: BaseException) -> None:
         """End the other replicas because this one fails. Raises `PeerLostError` if another replica caused the
@@ -146,7 +146,7 @@ class DPEngineCoreProc(EngineCore):
 
     def dummy_prefill_execution(self) -> None:
         """Take part in the next pass, if any replica has work. No sequence may be running."""
-        if not self._may_sleep and any(self._meet(0, can_replay=True)):
+        if not self._may_sleep and any(self._agree(0, can_replay=True)):
             try:
                 self.runner.dummy_prefill()
             except Exception as error:  # noqa: BLE001, it ends this core, whatever it is
@@ -179,7 +179,7 @@ class DPEngineCoreProc(EngineCore):
             failed = self._steps.drain(self._send)
         else:
             batch, seqs = scheduled
-            self._meet(batch.total_tokens_num, can_replay=self.runner.can_replay(batch))
+            self._agree(batch.total_tokens_num, can_replay=self.runner.can_replay(batch))
             failed = self._steps.submit(batch, seqs, self._send)
         self._end_with(failed)
         return None
@@ -188,7 +188,7 @@ class DPEngineCoreProc(EngineCore):
         self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead | None = None
     ) -> FailedStep | None:
         """As in `EngineCore`. A step that raises ends this core, because the other replicas are still in that step."""
-        self._meet(batch.total_tokens_num, can_replay=self.runner.can_replay(batch))
+        self._agree(batch.total_tokens_num, can_replay=self.runner.can_replay(batch))
         self._end_with(super()._compute(batch, seqs, on_read))
         return None
 
@@ -217,9 +217,9 @@ class DPEngineCoreProc(EngineCore):
     def _may_sleep(self) -> bool:
         return self._lockstep.is_asleep and not self._is_woken
 
-    def _meet(self, num_tokens: int, *, can_replay: bool) -> tuple[int, ...]:
+    def _agree(self, num_tokens: int, *, can_replay: bool) -> tuple[int, ...]:
         try:
-            agreed = self._lockstep.meet(num_tokens, can_replay=can_replay, is_woken=self._is_woken)
+            agreed = self._lockstep.agree(num_tokens, can_replay=can_replay, is_woken=self._is_woken)
         except RuntimeError as error:
             self._raise_broken(error)
         self._is_woken = False

@@ -31,8 +31,8 @@ DEFAULT_AGING_SECONDS = 10.0
 """Seconds of waiting that count as much as one unit of priority; `Config` has the same default."""
 
 _MANY_SLOTS = 64
-"""Of so many slots, one is kept for interposed steps of owners that hold none, while several owners have sequences. No
-slot can be freed while a step runs, so without it a step that uses all slots would not be paused."""
+"""Least number of slots of which one is reserved for interposed steps of owners that hold none, while several owners
+have sequences. No slot is freed while a step runs, so a step that uses all slots would otherwise not be paused."""
 _OVER_SHARE = 1.25
 """An owner that holds more than this multiple of its fair share of slots or blocks is preempted for waiting owners."""
 _FAR_BELOW_SHARE = 0.5
@@ -120,7 +120,7 @@ class Scheduler:
         # Every running sequence decodes in each step, so at most as many may run as a step has tokens.
         num_slots = max(1, min(self.max_num_seqs, self.max_num_batched_tokens))
         self.limits = StepLimits(self.max_num_batched_tokens, num_slots)
-        self._keeps_slot = max_interposed_tokens > 0 and num_slots >= _MANY_SLOTS
+        self._reserves_slot = max_interposed_tokens > 0 and num_slots >= _MANY_SLOTS
         self._shares = FairShares(CREDIT_TOKENS)
         self._pool = SequencePool(
             self.block_manager,
@@ -285,7 +285,7 @@ class Scheduler:
     @property
     def _is_awaited(self) -> bool:
         """Whether a sequence waits for a step that computes its prompt."""
-        return bool(self._pool.prefilling) or (bool(self.waiting) and self._pool.has_slot(self._num_kept))
+        return bool(self._pool.prefilling) or (bool(self.waiting) and self._pool.has_slot(self._num_reserved))
 
     # -- the two phases -----------------------------------------------------------------------------------------------
 
@@ -366,7 +366,7 @@ class Scheduler:
     def _start(self, step: StepBuilder, owner: str) -> bool:
         """Start the first waiting sequence of an owner. Returns False if it, and all others, must wait."""
         seq = self.waiting.first_of(owner)
-        if not self._pool.has_slot(self._num_kept):
+        if not self._pool.has_slot(self._num_reserved):
             self._blocked = seq
             return False
         num_new = max(1, seq.num_tokens - self.block_manager.count_cached_tokens(seq))
@@ -384,9 +384,9 @@ class Scheduler:
         return True
 
     @property
-    def _num_kept(self) -> int:
-        """Number of slots that are kept for interposed steps."""
-        return int(self._keeps_slot and self.step_budget is not None and not self.step_budget.is_alone)
+    def _num_reserved(self) -> int:
+        """Number of slots that are reserved for interposed steps."""
+        return int(self._reserves_slot and self.step_budget is not None and not self.step_budget.is_alone)
 
     def _may_split(self, step: StepBuilder, num_new: int) -> bool:
         """Whether a prompt that exceeds the rest of the budget may start with a chunk."""
@@ -397,7 +397,7 @@ class Scheduler:
         return num_new > self.limits.num_tokens and not step.num_prefills
 
     def _chunk(self, step: StepBuilder, start: int, num_left: int) -> int:
-        """How many of a prompt's next `num_left` tokens, after `start` others, the step computes."""
+        """Return how many of a prompt's next `num_left` tokens, after `start` others, the step computes."""
         count = min(num_left, step.budget)
         return count if self.step_budget is None else self.step_budget.chunk(step, start, count)
 
@@ -570,20 +570,20 @@ class Scheduler:
             return True
         if self.waiting.owners | {each.owner for each in self.running} == {seq.owner}:
             return True
-        if not self._preempt_for(seq, now, self._num_kept):
+        if not self._preempt_for(seq, now, self._num_reserved):
             self._blocked = seq
             return False
         self._next_room_check = now + _ROOM_CHECK_SECONDS
         return True
 
-    def _preempt_for(self, seq: Sequence, now: float, num_kept: int) -> bool:
-        """Preempt until a waiting sequence can start such that `num_kept` slots remain free, or nothing more may be
-        preempted for it. False if a step must be read first.
+    def _preempt_for(self, seq: Sequence, now: float, num_reserved: int) -> bool:
+        """Preempt until a waiting sequence can start such that `num_reserved` slots remain free, or until nothing more
+        may be preempted for it. False if a step must be read first.
 
         Only an owner below its fair share is helped, and only owners far beyond theirs are preempted; for an owner
         far below its share, owners anywhere beyond theirs.
         """
-        while not (self._pool.has_slot(num_kept) and self.block_manager.can_allocate(seq)):
+        while not (self._pool.has_slot(num_reserved) and self.block_manager.can_allocate(seq)):
             holdings = self._pool.holdings()
             own = holdings[seq.owner]
             needed = max(1 / self.limits.num_rows, seq.num_blocks / len(self.block_manager.blocks))
@@ -614,7 +614,7 @@ class Scheduler:
 
     def would_interpose(self, seq: Sequence) -> bool:
         """Whether a new sequence would be interposed if its prompt is short. Thread-safe."""
-        has_slot = self._pool.has_slot(self._kept_from(seq.owner))
+        has_slot = self._pool.has_slot(self._reserved_from(seq.owner))
         if self.step_budget is None or not has_slot or not _may_be_interposed(seq):
             return False
         return self.step_budget.may_interpose(seq.owner, self._shares.recent(seq.owner), self._shares.least_recent())
@@ -649,7 +649,7 @@ class Scheduler:
             may_preempt = paused is None and not self._submitted and self._pool.num_preemptions == num_preemptions
             if may_preempt and self._is_short(step, first):
                 # At most for one owner at a time: what was preempted may not suffice for it.
-                self._preempt_for(first, self._clock(), self._kept_from(owner))
+                self._preempt_for(first, self._clock(), self._reserved_from(owner))
             self._take_short_prompts(step, owner, paused)
             if step.seqs:
                 step.num_next_drafts = self.drafts.num_next_interposed(len(step.seqs))
@@ -678,9 +678,9 @@ class Scheduler:
 
     def _may_start(self) -> Iterable[str]:
         """The latest owners of waiting sequences, except those that could start nothing now because they hold their
-        share of what is used up. Without a slot but the kept one, only owners that hold none, if any of them waits."""
+        share of what is used up. If only the reserved slot is free: those among them that hold no slot, if any."""
         owners: Iterable[str] = (each for each in self.waiting.latest_owners if each not in self._held_back)
-        has_slot = self._pool.has_slot(self._num_kept)
+        has_slot = self._pool.has_slot(self._num_reserved)
         if has_slot and self._blocked is None:
             return owners
         holdings = self._pool.holdings()
@@ -694,18 +694,18 @@ class Scheduler:
             return False
         return self._shares.recent(blocked.owner) <= self._shares.recent(owner)
 
-    def _kept_from(self, owner: str) -> int:
+    def _reserved_from(self, owner: str) -> int:
         """Number of slots that remain free when a sequence of an owner is interposed. Thread-safe."""
-        return self._num_kept if self._pool.holds_slot(owner) else 0
+        return self._num_reserved if self._pool.holds_slot(owner) else 0
 
     def _take_short_prompts(
         self, step: StepBuilder, owner: str, paused: ScheduledBatch | None = None, *, is_regular: bool = False
     ) -> None:
         """Start an owner's waiting sequences whose whole prompts fit a step's tokens and time, in order, such that the
-        kept slot remains free for those to which it is kept, none of which start in a regular step."""
+        reserved slot remains free for owners that hold none, and always in a regular step."""
         while (
             owner in self.waiting.owners
-            and self._pool.has_slot(self._num_kept if is_regular else self._kept_from(owner))
+            and self._pool.has_slot(self._num_reserved if is_regular else self._reserved_from(owner))
             and self._interposes(step, self.waiting.first_of(owner), paused)
         ):
             seq = self.waiting.take(owner)

@@ -76,9 +76,9 @@ class SequencePool:
         else:
             self.waiting.append(seq)
 
-    def has_slot(self, num_kept: int = 0) -> bool:
-        """Return whether a sequence can start such that `num_kept` slots remain free. Thread-safe."""
-        return len(self._free_slots) > num_kept and len(self.running) + num_kept < self._limits.num_rows
+    def has_slot(self, num_reserved: int = 0) -> bool:
+        """Return whether a sequence can start such that `num_reserved` slots remain free. Thread-safe."""
+        return len(self._free_slots) > num_reserved and len(self.running) + num_reserved < self._limits.num_rows
 
     def holds_slot(self, owner: str) -> bool:
         """Return whether a sequence of the owner holds a slot. Thread-safe."""

@@ -86,7 +86,7 @@ def start_model(
     config = loaded.config
     others_cpus, others_parameters = frozenset[int](), 0
 
-    def meet() -> None:
+    def rendezvous() -> None:
         nonlocal others_cpus, others_parameters
         if ranks is not None:
             others_cpus, others_parameters = ranks.wait_loaded()
@@ -106,7 +106,7 @@ def start_model(
         config = _with_async_scheduling(_with_cache(config, size), loaded.device.type)
         return size.num_blocks, size.num_slots
 
-    runner = start_runner(loaded, meet=meet, agree=agree, on_phase=phases.end)
+    runner = start_runner(loaded, rendezvous=rendezvous, agree=agree, on_phase=phases.end)
     info = _model_info(config, loaded.model_config, runner, own_cpus)
     if ranks is not None:
         assert group is not None

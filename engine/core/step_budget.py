@@ -221,9 +221,9 @@ class StepBudget:
         step.seconds = self._seconds_left(_left(service, least)) - self._fixed
         return step
 
-    def _seconds_left(self, kept: float) -> float:
-        """Return the time that prompts beyond the step's bound may still take if this part of all of it is kept."""
-        return (1.0 - kept) * self._most_interposed - self._interposed
+    def _seconds_left(self, reserved: float) -> float:
+        """Return the time that prompts beyond the step's bound may still take, if this part of all is reserved."""
+        return (1.0 - reserved) * self._most_interposed - self._interposed
 
     def seconds_to_add(self, service: float = 0.0) -> float:
         """Return the time beyond a short step's bound for short prompts of an owner with this recent service."""

@@ -151,7 +151,7 @@ class StepPipeline:
         self._interposed_seconds = 0.0
         """Seconds that the steps interposed in the current step have taken."""
         self._pause_error: BaseException | None = None
-        """What a pause of the current step raised, after which the engine core ends."""
+        """The error of a pause of the current step, after which the engine core ends."""
         self.may_pause = False
         """Whether a step runs, or is about to, that can be paused. Read in any thread."""
         self._recorded: list[int] = []
@@ -163,9 +163,9 @@ class StepPipeline:
     def advance(self, on_read: OnRead) -> FailedStep | None:
         """Schedule and submit a step; if there is none to schedule, read one. Returns a step that raised, or None."""
         if self._on_pause is not None:
-            # What was received while the last step sampled is in the scheduler, and need not pause this step.
+            # Sequences received while the last step sampled are in the scheduler, and need not pause this step.
             self._runner.withdraw_interruption()
-        # Already now, so that the step pauses for what arrives before it begins.
+        # Set before the step begins, so that it pauses for sequences that arrive until then.
         self.may_pause = self._on_pause is not None
         try:
             if self.may_pause:
@@ -182,10 +182,10 @@ class StepPipeline:
     def submit(
         self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead, *, may_pause: bool = False
     ) -> FailedStep | None:
-        """Launch a scheduled step, then read the oldest one where `depth` are unread. The step that raised.
+        """Launch a scheduled step, then read the oldest one where `depth` are unread. Returns a step that raised.
 
-        With `may_pause` sequences may be taken in, and steps interposed, while it runs. What is raised by that, other
-        than by an interposed step, is raised here, since it is no fault of the step's.
+        With `may_pause`, sequences may be added to the scheduler, and steps interposed, while it runs. If adding a
+        sequence fails, that error is raised here, since it is no fault of the step.
         """
         self._computing = [batch.req_ids]
         self._update_record()
@@ -245,7 +245,7 @@ class StepPipeline:
                 return
             before = self._interposed_seconds
             try:
-                # Where this raises, the record names the sequence that was taken in.
+                # If this raises, the record names the sequence that was being added.
                 on_pause()
                 try:
                     self._interpose(batch, on_read)

@@ -61,12 +61,12 @@ class CoreHosts:
             undo.callback(self._authenticator.close)
             self._authenticator.allow(cluster.keys.host.public)
             try:
-                for replica, place in enumerate(cluster.placements):
-                    if place.node:
+                for replica, placement in enumerate(cluster.placements):
+                    if placement.node:
                         calling = endpoint(host, port + replica)
                         # Prompts and log probabilities may be of any length.
                         socket = bind_curve(context, zmq.ROUTER, calling, self._pair, longest=_LARGEST_BYTES)
-                        self._cores[replica] = ReplicaEndpoint(place.node, self.joining, calling, socket)
+                        self._cores[replica] = ReplicaEndpoint(placement.node, self.joining, calling, socket)
                 nodes = sorted({core.node for core in self._cores.values()})
                 self._router = HostRouter(
                     context,
@@ -111,7 +111,7 @@ class CoreHosts:
         lockstep_member: LockstepMember | None = None,
     ) -> RemoteCore:
         """Create a core, not yet started, of a replica on another host. `name` is its name in messages."""
-        place = self._cores[replica]
+        endpoints = self._cores[replica]
         pair = CurvePair.new()
         self._authenticator.revoke(self._keys.pop(replica, b""))
         self._authenticator.allow(pair.public)
@@ -123,11 +123,11 @@ class CoreHosts:
             share=HostShare(replica, *self.placements[replica][1:]),
             num_kvcache_blocks=num_kvcache_blocks,
             is_first=is_first,
-            front_end=CoreAddress(place.calling, uuid.uuid4().hex, self._pair.public, *pair),
+            front_end=CoreAddress(endpoints.calling, uuid.uuid4().hex, self._pair.public, *pair),
             lockstep_member=lockstep_member,
         )
         timeout = self._config.parallel_config.rank_start_timeout
-        core = RemoteCore(launch, place, name, time.monotonic() + timeout if is_first else math.inf)
+        core = RemoteCore(launch, endpoints, name, time.monotonic() + timeout if is_first else math.inf)
         self._router.add(core)
         return core
 

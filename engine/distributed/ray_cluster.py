@@ -62,7 +62,7 @@ class RayCluster(Cluster):
         self._keeper: Thread | None = None
         if "GPU" in self._needs:
             self._holder = self._actor(_DeviceHolder, 0)
-            # HIP goes by its own variable where that is set.
+            # HIP reads its own variable if that is set.
             devices = ",".join(ray.get(self._holder.devices.remote()))
             os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = devices
 
@@ -87,17 +87,17 @@ class RayCluster(Cluster):
         self._ray.shutdown()
 
     def serve(self, number: int, joining: str) -> Any:
-        """Start the actor of that number, in place of its last one: a host that joins at `joining`. See `wait`."""
+        """Start an actor, which replaces the last one of its number and joins at `joining`. Returns its future."""
         self._actors[number] = actor = self._actor(_HostActor, number)
         return actor.serve.remote(number, joining, self._key, self._config.model_dump_json())
 
     def wait(self, served: list[Any], seconds: float | None = None) -> tuple[list[Any], list[Any]]:
-        """Wait until an actor of `served` ends, or for `seconds`; the ones that have ended, and the others."""
+        """Wait until an actor of `served` ends, or for `seconds`. Returns those that have ended, and the others."""
         ended, left = self._ray.wait(served, timeout=seconds)
         return ended, left
 
     def failure(self, served: Any) -> str | None:
-        """Why an actor that has ended did, in a sentence; None where it served to the end."""
+        """Return the error with which an actor ended; None if it served to the end."""
         try:
             self._ray.get(served)
         except self._ray.exceptions.RayError as error:
@@ -111,7 +111,7 @@ class RayCluster(Cluster):
             self._ray.kill(actor)
 
     def _share(self, nodes: Sequence[str], number: int) -> tuple[int, int]:
-        """Index of an actor among those of its machine, and how many those are, as far as they share processors."""
+        """Return the index of an actor among those that share its processors, and their number."""
         if "GPU" in self._needs:
             # Each actor sees its own devices only, and so does this process.
             return 0, 1
@@ -128,27 +128,27 @@ class RayCluster(Cluster):
 
 
 class _HostActor:
-    """In a process of Ray's, on the node that it chose."""
+    """The `HostAgent` of one host, in a process that Ray starts on the node that it chose."""
 
     def serve(self, node: int, address: str, key: str, config_json: str) -> None:
-        """Run that host's part until the engine core, or the front end, is gone."""
+        """Run the host's ranks until the engine core, or the front end, is gone."""
         config = Config.model_validate_json(config_json)
         path = resolve_checkpoint(config.model)
         HostAgent(config, path, node=node, address=address, keys=ClusterKeys.of(key)).serve(rejoins=False)
 
 
 class _DeviceHolder:
-    """Holds the GPUs of the first place, which are used outside of Ray."""
+    """Reserves the GPUs of the first bundle, which this process uses outside of Ray."""
 
     def devices(self) -> list[str]:
-        """Numbers of the devices that Ray keeps for it."""
+        """Return the numbers of the devices that Ray reserves for it."""
         import ray
 
         return [str(number) for number in ray.get_gpu_ids()]
 
 
 def _connect() -> Any:
-    """Ray, connected to the cluster of this machine."""
+    """Return the module `ray`, connected to the cluster of this machine."""
     try:
         import ray
         import ray.util.scheduling_strategies
@@ -165,14 +165,14 @@ def _connect() -> Any:
             "--head), or join one (ray start --address), or choose mp"
         ) from error
     finally:
-        # When this process ends is for its parent to say, or its user, not for a signal that Ray takes.
+        # Ray's handlers would end this process, which its parent or its user must end.
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return ray
 
 
 def _needs(ray: Any, config: Config, ranks: int) -> dict[str, float]:
-    """Resources that a number of ranks take of their node."""
+    """Return the resources that a number of ranks take of their node."""
     here = ray.get_runtime_context().get_node_id()
     [resources] = [node["Resources"] for node in ray.nodes() if node["NodeID"] == here]
     if config.device == "cuda" or (config.device == "auto" and resources.get("GPU")):
@@ -181,7 +181,7 @@ def _needs(ray: Any, config: Config, ranks: int) -> dict[str, float]:
 
 
 def _reserve(ray: Any, config: Config, needs: dict[str, float], size: int, title: str) -> Any:
-    """A placement group of `size` bundles, the first on this node."""
+    """Reserve a placement group of `size` bundles, the first on this node."""
     parallel = config.parallel_config
     here = {_NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
     group = ray.util.placement_group(
@@ -205,7 +205,7 @@ class _Running(NamedTuple):
 
     number: int
     since: float
-    """When it was started, on the monotonic clock."""
+    """Time of its start, on the monotonic clock."""
 
 
 def keep_actors(
@@ -217,12 +217,12 @@ def keep_actors(
     *,
     restarts: bool,
 ) -> None:
-    """Start the actors of these numbers, and report each that fails; where it `restarts`, replace it, until `closing`.
+    """Start the actors of these numbers, and report each that fails, until `closing`.
 
-    An actor whose place Ray has moved meanwhile starts there.
+    `restarts`: whether to replace it. A new actor may start on another node, if Ray has moved its bundle.
     """
     first, longest = _RESTART_SECONDS
-    # Of the numbers without an actor, by the monotonic clock.
+    # Time, on the monotonic clock, at which each number without an actor gets one.
     start_at = dict.fromkeys(numbers, time.monotonic())
     delays = dict.fromkeys(start_at, first)
     running: dict[Any, _Running] = {}

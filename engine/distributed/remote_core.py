@@ -63,16 +63,16 @@ class RemoteCore:
     It is a pair of sockets: one end for the front end, the other for the thread of `HostRouter`.
     """
 
-    def __init__(self, launch: LaunchCore, place: ReplicaEndpoint, name: str, join_by: float) -> None:
+    def __init__(self, launch: LaunchCore, endpoint: ReplicaEndpoint, name: str, join_by: float) -> None:
         """`name` is its name in error messages. `join_by` is the time by which its host must have joined, on the
         monotonic clock; infinite for a restarted core.
         """
         self.number = launch.core
-        self.node = place.node
+        self.node = endpoint.node
         self.join_by = join_by
         self.pid = -1
-        self._launch, self._place, self._name = launch, place, name
-        self._wire = RemoteTransport(place.socket, launch.front_end.name)
+        self._launch, self._endpoint, self._name = launch, endpoint, name
+        self._wire = RemoteTransport(endpoint.socket, launch.front_end.name)
         self._host: str | None = None
         self._end: CoreEnded | None = None
         self._failure: Failed | None = None
@@ -124,7 +124,7 @@ class RemoteCore:
             return None
         if self._wire.has_called:
             return Failed(f"{self.title} lost its connection to this server", killed=True)
-        where = self._place.calling.removeprefix("tcp://")
+        where = self._endpoint.calling.removeprefix("tcp://")
         return Failed(f"{self.title} does not reach {where}; open that port to the hosts", usage=True)
 
     def running_step(self) -> list[int] | None:
@@ -192,7 +192,7 @@ class RemoteCore:
 
     def on_timeout(self, timeout: float) -> None:
         """See `RemoteMember`."""
-        sentence = f"did not join at {self._place.joining} within rank_start_timeout {timeout:g} s"
+        sentence = f"did not join at {self._endpoint.joining} within rank_start_timeout {timeout:g} s"
         self._fail(Failed(f"{self.title} {sentence}", usage=True))
 
     def on_lost(self, how: str, killed: bool) -> None:

@@ -294,7 +294,7 @@ def _world(config: Config, lockstep_member: LockstepMember, shard: Shard | None,
 
 
 def _rendezvous_of_replicas(member: LockstepMember, rank: int, timeout: float, interface: str | None) -> Rendezvous:
-    """Where the ranks of all replicas in lockstep connect."""
+    """Return the address at which the ranks of all replicas in lockstep connect."""
     if member.hub is None:
         return Rendezvous((Path(member.directory) / "ranks").as_uri(), timeout)
     host, port, listener = member.hub.address, member.hub.port + 1, None

@@ -87,12 +87,12 @@ class GraphMemory:
             needed = self._of_pass
         elif self._num_graphs > 1:
             needed = self._of_last
-        kept, free = self._of_steps + _MARGIN, memory.free()
+        reserved, free = self._of_steps + _MARGIN, memory.free()
         # Steps may reuse memory that torch's allocator has cached; a graph's pool may not.
         reusable = max(0, memory.held() - memory.in_use() - self._of_graphs)
-        if needed + kept <= free + reusable and needed + _MARGIN <= free:
+        if needed + reserved <= free + reusable and needed + _MARGIN <= free:
             return None
-        return f"it may take {gib(needed)}, and steps need {gib(kept)} of the {gib(free + reusable)} that are free"
+        return f"it may take {gib(needed)}, and steps need {gib(reserved)} of the {gib(free + reusable)} that are free"
 
     def capturing(self) -> AbstractContextManager[None]:
         """A context for the capture of the graph, which measures the graph's memory."""

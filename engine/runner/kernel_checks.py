@@ -59,9 +59,9 @@ def check_kernels(loaded: LoadedModel, checked: "CheckedKernels | None" = None) 
             reason = failure_of(cases.get(operator, ()), device, operator)
         if loaded.parallel.all_agree(reason is None, device):
             continue
-        said = f"Triton's kernels for {operator} are wrong on {_place(device)}: "
-        said += reason or "another rank's kernels are wrong"
-        backend = _refuse(loaded, operator, said) or backend
+        problem = f"Triton's kernels for {operator} are wrong on {_device_name(device)}: "
+        problem += reason or "another rank's kernels are wrong"
+        backend = _refuse(loaded, operator, problem) or backend
     _start_flash_attention(loaded, every.get("attention", ()))
     _log.info(
         "Triton's kernels were compared with torch in %.1f s%s",
@@ -127,28 +127,28 @@ def refuse_unchecked(loaded: LoadedModel, checked: "CheckedKernels") -> LoadedMo
         if loaded.parallel.all_agree(not forms, loaded.device):
             continue
         is_other = True
-        said = f"Triton's kernels for {operator} were launched in a form that was not compared with torch: "
-        backend = _refuse(loaded, operator, said + (str(forms[0]) if forms else "on another rank")) or backend
+        problem = f"Triton's kernels for {operator} were launched in a form that was not compared with torch: "
+        backend = _refuse(loaded, operator, problem + (str(forms[0]) if forms else "on another rank")) or backend
     return replace(loaded, backend=backend) if is_other else None
 
 
-def _refuse(loaded: LoadedModel, operator: str, said: str) -> AttentionBackend | None:
-    """Leave an operator to torch, unless `kernel_backend` assigns it to Triton. `said`: the reason, without a full
-    stop.
+def _refuse(loaded: LoadedModel, operator: str, problem: str) -> AttentionBackend | None:
+    """Leave an operator to torch, unless `kernel_backend` assigns it to Triton. `problem`: a sentence
+    without its full stop.
 
     Returns the new attention backend, if it changes. Raises `ValueError` where nothing else can compute the operator.
     """
     name = _name_of(operator)
     if name in backends.named(loaded.config.kernel_backend, backends.TRITON):
-        kept = f"They are used nevertheless, because kernel_backend has {name}=triton"
-        _log.warning("%s. %s; %s", said, kept, ANOTHER_TRITON)
+        used = f"They are used nevertheless, because kernel_backend has {name}=triton"
+        _log.warning("%s. %s; %s", problem, used, ANOTHER_TRITON)
         return None
     if operator == _LATENTS:
         raise ValueError(
-            f"{said}; a GPU has no other kernels for them. Use device cpu, or set kernel_backend to "
+            f"{problem}; a GPU has no other kernels for them. Use device cpu, or set kernel_backend to "
             f"attention=triton to serve nevertheless; {ANOTHER_TRITON}"
         )
-    _log.warning("%s. Plain torch computes them, slowly; %s", said, ANOTHER_TRITON)
+    _log.warning("%s. Plain torch computes them, slowly; %s", problem, ANOTHER_TRITON)
     return leave_to_torch(operator, loaded.model, loaded.device)
 
 
@@ -263,7 +263,7 @@ def _name_of(operator: str) -> str:
     return "attention" if operator == _LATENTS else operator
 
 
-def _place(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """The device and the compiler, in words."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return f"{name} by Triton {triton.version()}" if triton.active() else name

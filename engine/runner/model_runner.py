@@ -82,7 +82,7 @@ class ModelRunner:
         self._followed: dict[int, tuple[StepInputs, list[int] | None]] = {}
         """On other ranks, the steps by number whose tokens rank 0 has not sent yet; see `_store_followed`."""
         self._chooses_by_shard = False
-        """Whether the ranks reduce their argmax tokens in the running step, in place of gathering logits."""
+        """Whether the ranks reduce their argmax tokens in the running step, instead of gathering logits."""
         self._last_step_seconds = 0.0
 
         self.num_slots = config.max_num_seqs if num_slots is None else num_slots

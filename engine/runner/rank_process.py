@@ -80,7 +80,7 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
     )
     assert group is not None
 
-    def meet() -> None:
+    def rendezvous() -> None:
         num_parameters = sum(weight.numel() for weight in loaded.model.parameters())
         _send(core, RankLoaded(sorted(own_cpus), num_parameters))
         _expect(core, Join)
@@ -93,7 +93,7 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
         allocate = _expect(core, Allocate)
         return allocate.num_blocks, allocate.num_slots
 
-    runner = start_runner(loaded, meet=meet, agree=agree)
+    runner = start_runner(loaded, rendezvous=rendezvous, agree=agree)
     gc.freeze()
     _send(core, RankServes())
     while True:

@@ -75,7 +75,7 @@ class Tap:
     experts: FusedMoE | None = None
     num_calls: dict[str, int] = field(default_factory=dict)
 
-    def keep(self, **tensors: torch.Tensor) -> None:
+    def copy(self, **tensors: torch.Tensor) -> None:
         """Copy tensors, into the same memory on every call."""
         for name, tensor in tensors.items():
             if name in self.tensors:
@@ -337,8 +337,8 @@ class Sentinel:
         first = parallel.broadcast(own.clone())
         flags = torch.zeros(1, ranks + len(OPERATORS), device=device)
         flags[0, parallel.rank] = (own != first).float()[0]
-        for place, operator in enumerate(OPERATORS):
-            flags[0, ranks + place] = float(operator in self._found)
+        for index, operator in enumerate(OPERATORS):
+            flags[0, ranks + index] = float(operator in self._found)
         # The sum that shares the flags may be wrong too, so any value other than 0 counts as set.
         flags = parallel.all_reduce(flags)
         self._shared = self._device_batch.downloads.begin(flags.double().view(-1).view(torch.int64)), self._num_steps
@@ -356,7 +356,7 @@ class Sentinel:
                 differing = [rank for rank in range(ranks) if rank not in differing]
             named = ", ".join(map(str, differing)) if ranks > 2 else "0 and 1"
             self._report(Mismatch("all_reduce", f"the sum of an all-reduce differs on ranks {named}", float("inf")))
-        self._agreed |= {operator for place, operator in enumerate(OPERATORS) if found[ranks + place] != 0}
+        self._agreed |= {operator for index, operator in enumerate(OPERATORS) if found[ranks + index] != 0}
         if differing:
             self._agreed.add("all_reduce")
 
@@ -387,14 +387,14 @@ class Sentinel:
         tap.num_calls.clear()
         removers: list[Callable[[], Any]] = []
         for layer in self._linear:
-            hook = layer.register_forward_hook(lambda layer, x, out: _keep_product(tap, layer, x[0], out))
+            hook = layer.register_forward_hook(lambda layer, x, out: _copy_product(tap, layer, x[0], out))
             removers.append(hook.remove)
         experts = self._experts[tap.layer % len(self._experts)] if self._experts else None
         if experts is not None:
-            experts.observer = lambda row: _keep_expert(tap, experts, row)
-        self._parallel.observer = lambda total: _keep_sum(tap, total)
+            experts.observer = lambda row: _copy_expert(tap, experts, row)
+        self._parallel.observer = lambda total: _copy_sum(tap, total)
         backend = self.backend
-        backend.observer = lambda *call: _keep_attention(tap, *call)
+        backend.observer = lambda *call: _copy_attention(tap, *call)
         try:
             yield
         finally:
@@ -405,25 +405,25 @@ class Sentinel:
                 remove()
 
 
-def _keep_product(tap: Tap, layer: nn.Module, x: torch.Tensor, out: torch.Tensor) -> None:
+def _copy_product(tap: Tap, layer: nn.Module, x: torch.Tensor, out: torch.Tensor) -> None:
     assert isinstance(layer, PackedLinear)
     # LoRA adapters change the output, so it cannot be compared.
     if tap.is_next("linear") and layer.lora is None:
         tap.linear = layer
-        tap.keep(linear_in=x[0], linear_out=out[0])
+        tap.copy(linear_in=x[0], linear_out=out[0])
 
 
-def _keep_expert(tap: Tap, module: FusedMoE, row: ExpertRow) -> None:
+def _copy_expert(tap: Tap, module: FusedMoE, row: ExpertRow) -> None:
     tap.experts = module
-    tap.keep(**{f"expert_{name}": tensor for name, tensor in row._asdict().items()})
+    tap.copy(**{f"expert_{name}": tensor for name, tensor in row._asdict().items()})
 
 
-def _keep_sum(tap: Tap, total: torch.Tensor) -> None:
+def _copy_sum(tap: Tap, total: torch.Tensor) -> None:
     if tap.is_next("all_reduce"):
-        tap.keep(sum=total[0])
+        tap.copy(sum=total[0])
 
 
-def _keep_attention(
+def _copy_attention(
     tap: Tap,
     q: torch.Tensor,
     out: torch.Tensor,
@@ -435,7 +435,7 @@ def _keep_attention(
     if not tap.is_next("attention"):
         return
     tap.attention = cache, options, sinks, is_paired
-    tap.keep(q=q[0], attended=out[0])
+    tap.copy(q=q[0], attended=out[0])
 
 
 def _rows_of(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -25,17 +25,17 @@ from models.ops.cpu.program import NotRecordable
 def start_runner(
     loaded: LoadedModel,
     *,
-    meet: Callable[[], None],
+    rendezvous: Callable[[], None],
     agree: Callable[[KVCacheSize], tuple[int, int]],
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> ModelRunner:
     """Start and warm up a runner. Raises `ValueError` with one sentence for a configuration that cannot be served.
 
-    `meet` waits until all ranks have loaded, and joins their process group. `agree` takes the KV cache size that fits
-    this rank and returns the number of blocks and slots that all ranks use. `on_phase` receives the name of each
+    `rendezvous` waits until all ranks have loaded, and joins their process group. `agree` takes the KV cache size that
+    fits this rank and returns the number of blocks and slots that all ranks use. `on_phase` receives the name of each
     phase when it ends.
     """
-    meet()
+    rendezvous()
     on_phase("load")
     checked = watch_kernels() if triton.active() else None
     loaded = check_kernels(loaded, checked)

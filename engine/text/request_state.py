@@ -126,8 +126,8 @@ class RequestState:
         shown = token_ids[:-1] if output.finished and self._hides_last_token(output) else token_ids
         text = detokenizer.push(shown, output.finished)
         if detokenizer.stopped is not None:
-            kept = detokenizer.num_tokens - len(self.token_ids)
-            token_ids, logprobs = token_ids[:kept], logprobs and logprobs[:kept]
+            count = detokenizer.num_tokens - len(self.token_ids)
+            token_ids, logprobs = token_ids[:count], logprobs and logprobs[:count]
             self.stopped_early = not output.finished
             self.finish_reason, self.stop_reason = "stop", detokenizer.stopped
         elif output.finished:

@@ -80,7 +80,7 @@ def test_choices_of_a_seed_repeat(client: openai.OpenAI, model: str) -> None:
     assert len({choice.text for choice in first}) > 1
 
 
-def test_best_of_returns_the_likeliest(client: openai.OpenAI, model: str) -> None:
+def test_best_of_returns_the_choice_of_highest_probability(client: openai.OpenAI, model: str) -> None:
     def mean(choice: Any) -> float:
         return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
 

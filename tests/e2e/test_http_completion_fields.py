@@ -38,7 +38,7 @@ def events(server: KaonServer, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
 
 
-def test_best_of_answers_with_the_likeliest_choices_and_counts_all(client: OpenAI) -> None:
+def test_best_of_answers_with_the_choices_of_highest_probability_and_counts_all(client: OpenAI) -> None:
     fields: dict[str, Any] = {"temperature": 1.5, "seed": 11, "max_tokens": 12}
     every = complete(client, n=5, logprobs=0, **fields)
     means = {

@@ -67,8 +67,8 @@ def _products(draw: random.Random, seed: int) -> None:
     x, weight, bias = bf16(rows, inputs, seed=seed), bf16(outputs, inputs, seed=seed + 1), bf16(outputs, seed=seed + 2)
     _close(ops.linear(x, packed(weight), bias, dtype=torch.float32), x.float() @ weight.float().T + bias.float())
     assert ops.linear(x[:0], packed(weight)).shape == (0, outputs)
-    likeliest, _ = greedy_head(packed(weight), bias, rows).choose(x)
-    assert likeliest.tolist() == ops.linear(x, packed(weight), bias, dtype=torch.float32).argmax(-1).tolist()
+    tokens, _ = greedy_head(packed(weight), bias, rows).choose(x)
+    assert tokens.tolist() == ops.linear(x, packed(weight), bias, dtype=torch.float32).argmax(-1).tolist()
     halves = packed(bf16(64 * draw.randint(1, 3), inputs, seed=seed))
     assert torch.equal(
         ops.gated_linear(x, halves, None, SILU),

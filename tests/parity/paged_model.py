@@ -137,7 +137,7 @@ class PagedModel:
         self.release(row)
         return row.tokens[len(prompt) :]
 
-    def likeliest(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[list[int]]:
+    def argmax_tokens(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[list[int]]:
         """The argmax at each position of continuations of equal length, computed in one batch.
 
         Meaningless on a rank that does not have the whole vocabulary's logits.
@@ -193,7 +193,7 @@ class Reference:
             tokens.append(int(self.logits(tokens)[-1].argmax()))
         return tokens[len(prompt) :]
 
-    def likeliest(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[list[int]]:
+    def argmax_tokens(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[list[int]]:
         """The argmax at each position of continuations, each in one pass: they are greedy if these equal them."""
         texts = zip(prompts, continuations, strict=True)
         return [self.logits(tokens + more)[len(tokens) - 1 : -1].argmax(-1).tolist() for tokens, more in texts]

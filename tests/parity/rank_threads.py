@@ -77,7 +77,7 @@ class RankThreads:
     def _runner(self, parallel: TensorParallel) -> ModelRunner:
         """Started as an engine starts it."""
         loaded = load(self._checkpoint, self._config, parallel=parallel, seam=self._devices[parallel.rank])
-        return start_runner(loaded, meet=lambda: None, agree=lambda size: (size.num_blocks, size.num_slots))
+        return start_runner(loaded, rendezvous=lambda: None, agree=lambda size: (size.num_blocks, size.num_slots))
 
     def _lead(self, lead: Callable[[ModelRunner], Result]) -> Result:
         def fail(sentence: str) -> None:

@@ -57,11 +57,11 @@ def test_experts_spread_over_threads_give_the_tokens_of_transformers(
 ) -> None:
     """Each replica computes other prompts, of other lengths. Others' layers, of `DERIVED`, are in the long form."""
     checkpoint = make_checkpoint(tmp_path, variant.family, **variant.overrides)
-    whole = Reference(checkpoint).likeliest(PROMPTS, CONTINUATIONS)
+    whole = Reference(checkpoint).argmax_tokens(PROMPTS, CONTINUATIONS)
     places = [place for ranks in thread_ranks(size, replicas, spread_experts=True) for place in ranks]
     models = at_once([partial(PagedModel, checkpoint, parallel=place) for place in places])
     calls = [
-        partial(model.likeliest, PROMPTS[number // size :], CONTINUATIONS[number // size :])
+        partial(model.argmax_tokens, PROMPTS[number // size :], CONTINUATIONS[number // size :])
         for number, model in enumerate(models)
     ]
     assert at_once(calls)[::size] == [whole[replica:] for replica in range(replicas)]
@@ -94,4 +94,4 @@ def test_spread_experts_give_the_tokens_of_transformers(
         )
     tokens = [result["token_ids"] for result in found]
     assert [len(each) for each in tokens] == [NUM_TOKENS] * len(PROMPTS)
-    assert tokens == Reference(checkpoint).likeliest(PROMPTS, tokens)
+    assert tokens == Reference(checkpoint).argmax_tokens(PROMPTS, tokens)

@@ -48,7 +48,7 @@ served = loaded.config.model_copy(update={"num_kvcache_blocks": 6 * 128 // loade
 loaded = dataclasses.replace(loaded, config=served)
 with pytest.MonkeyPatch.context() as patch:
     allocate_zeros(patch)
-    runner = start_runner(loaded, meet=lambda: None, agree=lambda fits: (fits.num_blocks, fits.num_slots))
+    runner = start_runner(loaded, rendezvous=lambda: None, agree=lambda fits: (fits.num_blocks, fits.num_slots))
     assert runner.graphs.captured_sizes == [2, 4]
     ahead = Ahead(runner)
     ahead.device = loaded.seam

@@ -52,7 +52,7 @@ class Replica:
         loaded = load(checkpoint, config, parallel=parallel, seam=self.device)
         if fails:
             self.device.capture = partial(_refuse)  # type: ignore[method-assign]
-        self.runner: ModelRunner = start_runner(loaded, meet=lambda: None, agree=lambda size: (NUM_BLOCKS, 8))
+        self.runner: ModelRunner = start_runner(loaded, rendezvous=lambda: None, agree=lambda size: (NUM_BLOCKS, 8))
         self._caches = forward_context._kv_cache_data
         self.replayed: list[int] = []
 

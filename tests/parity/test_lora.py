@@ -156,7 +156,7 @@ def test_greedy_tokens_are_those_of_merged_weights_in_chunks_with_prefix_hits(se
     found, hits = generate(runner, jobs)
     for (tokens, adapter), answer in zip(jobs, found, strict=True):
         assert len(answer) == GREEDY_TOKENS
-        assert [answer] == served.references[adapter].likeliest([tokens], [answer])
+        assert [answer] == served.references[adapter].argmax_tokens([tokens], [answer])
     assert len({tuple(tokens) for tokens in found}) > 1, "the adapters change nothing here"
     if runner.config.enable_prefix_caching:
         # The first prompt of each adapter has no prefix hit, the second finds the first's beginning.
@@ -279,8 +279,8 @@ def test_models_of_the_general_route_take_adapters(tmp_path: Path, family: str) 
     found, _ = generate(runner, jobs)
     for (tokens, adapter), answer in zip(jobs, found, strict=True):
         assert len(answer) == GREEDY_TOKENS
-        assert [answer] == references[adapter].likeliest([tokens], [answer])
-    assert [found[1]] != references[BASE].likeliest([jobs[1][0]], [found[1]])
+        assert [answer] == references[adapter].argmax_tokens([tokens], [answer])
+    assert [found[1]] != references[BASE].argmax_tokens([jobs[1][0]], [found[1]])
 
 
 def generate(runner: ModelRunner, jobs: list[tuple[list[int], int]]) -> tuple[list[list[int]], list[int]]:

@@ -100,7 +100,7 @@ def test_logits_are_computed_in_slices_of_bounded_size(
     assert sum(count == 5 for count in computed) == 39 // 5 + 22 // 5
 
 
-def test_ranks_order_equal_logits_as_the_likeliest_do() -> None:
+def test_ranks_order_equal_logits_as_the_argmax_does() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0, -1.0]]).repeat(6, 1)
     entries = token_logprobs(logits, torch.arange(6), [6] * 6)
     assert all(type(entry.rank) is int for entry in entries)

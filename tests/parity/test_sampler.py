@@ -269,7 +269,7 @@ def test_equal_logits_at_the_cut_of_a_wide_row_are_taken_in_the_order_of_their_i
     assert kept == {30_000, 0, 1}
 
 
-def test_min_p_one_keeps_only_the_likeliest_and_its_equals():
+def test_min_p_one_keeps_only_the_argmax_and_its_equals():
     kept = {sample_one(SamplingParams(min_p=1.0, seed=seed), [3.0, 1.0, 3.0, 2.9]) for seed in range(30)}
     assert kept == {0, 2}
 
@@ -387,7 +387,7 @@ def test_a_row_without_any_possible_token_is_named():
     assert sample([sequence(SamplingParams(), [0])], np.full((1, 20), -math.inf)).non_finite == [0]
 
 
-def test_a_rank_among_all_tokens_is_that_of_the_likeliest_in_order():
+def test_a_rank_among_all_tokens_is_that_of_top_k_in_order():
     values = torch.tensor([[0.0, -3.0, 2.0, -0.0, 2.0, -math.inf, -3.0, 0.0], [1.0] * 8])
     ordered = sorted_descending(values)
     in_order = stable_topk(values, 8)[1]

@@ -61,7 +61,7 @@ def logits() -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", [1, 30, VOCAB_SIZE - 3])
-def test_the_likeliest_allowed_token_is_taken(logits: np.ndarray, count: int) -> None:
+def test_the_allowed_token_with_the_largest_logit_is_taken(logits: np.ndarray, count: int) -> None:
     tokens = np.random.default_rng(count).permutation(VOCAB_SIZE)[:count]
     expected = tokens[logits[1, tokens].argmax()]
     for seq in (sequence(Fixed(*tokens)), sequence(allowed_token_ids=tokens.tolist())):

@@ -122,10 +122,10 @@ def cases(short: list[Variant]) -> list[object]:
 )
 def test_ranks_in_one_process_give_the_tokens_of_transformers(variant: Variant, size: int, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant.family, **variant.overrides)
-    expected = Reference(checkpoint).likeliest(PROMPTS, CONTINUATIONS)
+    expected = Reference(checkpoint).argmax_tokens(PROMPTS, CONTINUATIONS)
     [ranks] = thread_ranks(size)
     models = at_once([partial(PagedModel, checkpoint, parallel=rank) for rank in ranks])
-    found, *_ = at_once([partial(model.likeliest, PROMPTS, CONTINUATIONS) for model in models])
+    found, *_ = at_once([partial(model.argmax_tokens, PROMPTS, CONTINUATIONS) for model in models])
     assert found == expected
     collectives = ranks[0].collectives
     assert isinstance(collectives, ThreadCollectives)
@@ -161,13 +161,13 @@ class Fusing(ThreadCollectives):
 def test_sums_before_norms_are_one_kernel_where_there_is_one(tmp_path: Path) -> None:
     variant = next(each for each in first_of_each() if each.architecture == KIND)
     checkpoint = make_checkpoint(tmp_path, variant.family, **variant.overrides)
-    expected = Reference(checkpoint).likeliest(PROMPTS, CONTINUATIONS)
+    expected = Reference(checkpoint).argmax_tokens(PROMPTS, CONTINUATIONS)
     meeting = Meeting(2)
     fusing = [Fusing(meeting, rank) for rank in range(2)]
     models = at_once(
         [partial(PagedModel, checkpoint, parallel=TensorParallel(rank, 2, each)) for rank, each in enumerate(fusing)]
     )
-    found, *_ = at_once([partial(model.likeliest, PROMPTS, CONTINUATIONS) for model in models])
+    found, *_ = at_once([partial(model.argmax_tokens, PROMPTS, CONTINUATIONS) for model in models])
     assert found == expected
     # Two per layer, and one more sum per pass, the embedding's.
     num_layers = models[0].config.num_hidden_layers
@@ -194,4 +194,4 @@ def test_ranks_give_the_tokens_of_transformers(variant: Variant, size: int, tmp_
         found = engine.generate(PROMPTS, params, use_tqdm=False)
     tokens = [result["token_ids"] for result in found]
     assert [len(each) for each in tokens] == [NUM_TOKENS] * len(PROMPTS)
-    assert tokens == Reference(checkpoint).likeliest(PROMPTS, tokens)
+    assert tokens == Reference(checkpoint).argmax_tokens(PROMPTS, tokens)

@@ -287,7 +287,7 @@ def test_masks(width: int) -> None:
     assert torch.equal(found.cpu(), expected)
 
 
-def test_the_likeliest_and_log_probabilities_are_those_of_the_references() -> None:
+def test_the_argmax_and_log_probabilities_are_those_of_the_references() -> None:
     logits = logits_of(5, 400, step=1.0)
     logits[1, 30] = torch.nan
     logits[2, :] = -torch.inf

@@ -143,7 +143,7 @@ def test_drafts_are_made_again_where_fewer_rows_leave_them_cheap() -> None:
     assert simulation.run(200) > 2.0
 
 
-def test_where_there_is_not_room_the_likeliest_sequences_draft() -> None:
+def test_where_there_is_not_room_the_sequences_of_highest_acceptance_draft() -> None:
     simulation = Simulation(8, lambda seq_id: 0.9 if seq_id >= 4 else 0.5, step=memory_bound, room=4)
     simulation.run(400)
     drafting = [seq.id for seq in simulation.seqs if simulation.plan.limit(seq)]

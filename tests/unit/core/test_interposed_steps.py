@@ -326,7 +326,7 @@ def test_sequences_are_preempted_for_one_owner_at_a_time(monkeypatch: pytest.Mon
     made = loaded_engine()
     scheduler, preempted = made.scheduler, []
 
-    def preempt(seq: Sequence, now: float, num_kept: int) -> bool:
+    def preempt(seq: Sequence, now: float, num_reserved: int) -> bool:
         preempted.append(seq.owner)
         scheduler.preempt(scheduler.running[-1])
         return True

@@ -209,7 +209,7 @@ def test_very_many_prompts_are_refused_together() -> None:
     assert "it may hold at most 2048 prompts, and holds 2049" in str(refusal(completion, prompt=["a"] * 2048 + [5]))
 
 
-def test_a_top_p_of_zero_takes_the_likeliest_token() -> None:
+def test_a_top_p_of_zero_takes_the_argmax_token() -> None:
     assert sampling_params(completion(top_p=0, top_k=5), 8, None, None, PROCESSOR) == SamplingParams(
         max_tokens=8, top_k=1
     )
