@@ -6,7 +6,8 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -76,6 +77,20 @@ class KaonServer(LoggedProcess):
     def stop(self) -> int:
         """End it as Ctrl-C does. Returns its exit code."""
         return self.end_by(signal.SIGINT)
+
+    def end(self) -> None:
+        """End it in any state."""
+        self.stop()
+
+    @contextmanager
+    def serving(self) -> Iterator[Self]:
+        """Yield the ready server, which must then end with code 0 and without a traceback. After an error, end it."""
+        try:
+            yield self.ready()
+            assert self.stop() == 0
+            assert "Traceback" not in self.stderr
+        finally:
+            self.end()
 
     def client(self) -> OpenAI:
         http = DefaultHttpxClient(verify=PLAIN_HTTP)
