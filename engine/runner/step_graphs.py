@@ -199,18 +199,22 @@ def make_graphs(
     sizes = capture_sizes(config.compilation_config.cudagraph_capture_sizes, config.max_num_seqs)
     memory = GraphMemory(device.memory)
     largest_first = config.compilation_config.capture == "start"
-    plain = GraphRunner(
-        device,
-        backend,
-        model,
-        sizes,
-        shape,
-        parallel,
-        memory,
-        largest_first=largest_first,
-        observing=observing,
-        stream_layers=stream_layers,
-    )
+
+    def runner(sizes: Sequence[int], shape: GraphShape, observing: Observing = not_observed) -> GraphRunner:
+        return GraphRunner(
+            device,
+            backend,
+            model,
+            sizes,
+            shape,
+            parallel,
+            memory,
+            largest_first=largest_first,
+            observing=observing,
+            stream_layers=stream_layers,
+        )
+
+    plain = runner(sizes, shape, observing)
     if parallel.token_exchange is not None:
         # Replicas agree on numbers of tokens only, so each would pad rows that verify drafts, or prompts, differently.
         return DecodeGraphs(plain)
@@ -231,19 +235,7 @@ def make_graphs(
         most = max_verified_rows(config.max_num_seqs, num_drafts)
         of_length = dataclasses.replace(shape, query_len=1 + num_drafts)
         fitting = sizes_of[1 + num_drafts] = sorted({min(size, most) for size in sizes})
-        of_drafts.append(
-            GraphRunner(
-                device,
-                backend,
-                model,
-                fitting,
-                of_length,
-                parallel,
-                memory,
-                largest_first=largest_first,
-                stream_layers=stream_layers,
-            )
-        )
+        of_drafts.append(runner(fitting, of_length))
     drafting: Sequence[GraphRunner] = ()
     if passes is not None:
         of_drafter = dataclasses.replace(shape, states_per_slot=0, has_adapters=False)
