@@ -167,7 +167,7 @@ def problems(facts: Facts) -> list[str]:
         )
     if facts.has_numa_balancing and any(gpu.arch.split(":")[0] in _INSTINCT for gpu in facts.gpus):
         found.append(
-            "the kernel balances memory among NUMA nodes, while which GPUs may hang, as AMD says: on the host, sysctl "
+            "the kernel balances memory among NUMA nodes, which may make GPUs hang, as AMD says: on the host, sysctl "
             "kernel.numa_balancing=0"
         )
     if facts.cpu_isa_problem is not None:

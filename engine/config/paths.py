@@ -1,4 +1,4 @@
-"""`resolve_checkpoint`: from the MODEL argument to a local checkpoint directory; `weights_digest` names its weights.
+"""`resolve_checkpoint`: the local checkpoint directory of a MODEL argument. `weights_digest`: a hash of its weights.
 
 Called by the server, by `LLMEngine` and by the engine core.
 """
@@ -21,10 +21,10 @@ _SAMPLE_BYTES = 4096
 
 
 def resolve_checkpoint(model: str | None, revision: str | None = None, *, setting: str = "model") -> Path:
-    """The directory of `model`: None is the embedded one, a path itself, anything else a hub id, downloaded or cached.
+    """Return the directory of `model`: a path, or a hub id, which is downloaded unless cached; None: the embedded one.
 
-    `setting` is the one that has this value, for sentences. Raises `CheckpointError` when there is no such directory,
-    it holds no config.json, or the hub does not give it.
+    `setting` is the name of the setting with this value, for errors. Raises `CheckpointError` if there is no such
+    directory, if it holds no config.json, or if the download fails.
     """
     if model is None:
         return _checked(CHECKPOINT_DIR, "the embedded model's directory")
@@ -83,14 +83,14 @@ def _download(model: str, revision: str | None, setting: str) -> Path:
 
 
 def why_unreadable(error: OSError | ValueError) -> str:
-    """What went wrong, without the number and the path that an `OSError` puts around it."""
+    """Return the reason of an error, without the number and the path in the text of an `OSError`."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def read_small_file(path: Path) -> str:
-    """The text of a regular file of at most `_MOST_BYTES`. Raises `OSError` and `ValueError` for anything else.
+    """Return the text of a regular file of at most `_MOST_BYTES`. Raises `OSError` and `ValueError` for other files.
 
-    The event loop reads such files again while it serves, so that a pipe or a device in their place must not block it.
+    The event loop reads such files while it serves, so a pipe or a device with that name must not block it.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         check_regular(file.fileno())
@@ -101,7 +101,7 @@ def read_small_file(path: Path) -> str:
 
 
 def check_regular(file: int | str) -> None:
-    """Raise `ValueError` where a path or descriptor is no regular file, or one that anybody may change."""
+    """Raise `ValueError` if a path or descriptor is no regular file, or is writable by every user."""
     mode = os.stat(file).st_mode
     if not stat.S_ISREG(mode):
         raise ValueError("it is not a regular file")
@@ -110,10 +110,10 @@ def check_regular(file: int | str) -> None:
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """Eight hexadecimal digits of a hash over a checkpoint's configuration and weights.
+    """Return eight hexadecimal digits of a hash over a checkpoint's configuration and weights.
 
-    Of each file of weights its name, its size, its first bytes, which say where each tensor is, and samples at even
-    distances. A file that is changed in a few bytes between the samples keeps its digest.
+    The hash covers name, size and first bytes of each file of weights, which locate its tensors, and samples at even
+    distances. A change of a few bytes between the samples does not change it.
     """
     digest = hashlib.sha256()
     files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]

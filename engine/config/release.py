@@ -1,4 +1,4 @@
-"""`release`: the version of Kaon. Users see it, and all hosts of a server must run the same."""
+"""`release`: the version of Kaon, which users see and which all hosts of a server must share."""
 
 import tomllib
 from importlib import metadata
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def release() -> str:
-    """The version that is installed; where sources run that are not, what they say of themselves."""
+    """Return the installed version; if Kaon runs from sources that are not installed, that of pyproject.toml."""
     try:
         return metadata.version("kaon")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""From flags, `KAON_*` variables, a YAML file and defaults to one `Config`.
+"""`load_config`: reads flags, `KAON_*` variables and a YAML file to one `Config`.
 
 In this order: `SETTINGS`, the table of all leaves of `Config`; the flags of other servers; the sources; and
 `read_models`, which reads the file of several models.
@@ -39,27 +39,27 @@ class Setting:
     path: tuple[str, ...]
     """Field names from `Config` down to the section; empty for `Config`'s own leaves."""
     optional: bool
-    """Whether the section is there only when one of its leaves is set."""
+    """Whether the section is None unless one of its leaves is set."""
     field: FieldInfo
 
     @property
     def flag(self) -> str:
-        """As the command line spells it."""
+        """Its name on the command line."""
         return "MODEL" if self.name == POSITIONAL else "--" + self.name.replace("_", "-")
 
     @property
     def env(self) -> str:
-        """As the environment spells it."""
+        """Its name in the environment."""
         return ENV_PREFIX + self.name.upper()
 
     @property
     def kind(self) -> Any:
-        """The bare type: without constraints, without None."""
+        """Its type without constraints and without None."""
         return _bare(self.field.annotation)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """All values, where they can be listed."""
+        """All values of a literal type; empty for other types."""
         return tuple(map(str, get_args(self.kind))) if get_origin(self.kind) is Literal else ()
 
     @property
@@ -73,9 +73,9 @@ class Setting:
 
     @property
     def default(self) -> str | None:
-        """The default as YAML would spell it; None where the documentation says it.
+        """The default in YAML's form; None if `meaning` describes it.
 
-        Of an optional section the first setting's is `off`, and the others' what they are once the section is there.
+        In an optional section, the default of the first setting is `off`; those of the others apply if it is set.
         """
         if self.optional and self.name == next(iter(self.section.model_fields)):
             return "off"
@@ -93,13 +93,13 @@ class Setting:
 
     @property
     def meaning(self) -> str:
-        """What it does, on one line."""
+        """Its description, on one line."""
         text = self.field.description or docstrings(self.section).get(self.name, "")
         return " ".join(text.split())
 
 
 def derive_settings(root: type[Section]) -> tuple[Setting, ...]:
-    """Every leaf of `root` and its sections. Raises `TypeError` when two share a name, since all are spelled flat."""
+    """Return the leaves of `root` and its sections. Raises `TypeError` if two share a name, since names are flat."""
     settings: dict[str, Setting] = {}
     for setting in _leaves(root, (), optional=False):
         if (other := settings.setdefault(setting.name, setting)) is not setting:
@@ -137,7 +137,7 @@ def _bare(annotation: Any) -> Any:
 SETTINGS = derive_settings(Config)
 
 
-# Flags of other servers: the flag that is nearest in spelling may mean something else.
+# Flags of other servers. A flag of Kaon with a similar name may have another meaning.
 
 _OTHER_NAMES = {
     "--tp": "--tensor-parallel-size",
@@ -171,7 +171,7 @@ _INSTEAD = {
 
 
 def instead_of(flag: str) -> str:
-    """The end of a sentence that says that there is no `flag`; nothing where it is not one of other servers'."""
+    """Return the end of a sentence that suggests a replacement for a flag of another server; "" for other flags."""
     name = _OTHER_NAMES.get(flag)
     words = _INSTEAD.get(flag) if name is None else f"it is {name} here"
     return f"; {words}" if words else ""
@@ -189,13 +189,13 @@ _TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 class SettingsError(ValueError):
-    """What the user set cannot be served; the message is one sentence."""
+    """The settings cannot be served; the message is one sentence."""
 
 
 def load_config(argv: Sequence[str]) -> Config:
-    """The configuration that command line, environment and YAML file give together, in that priority.
+    """Return the configuration of command line, environment and YAML file, in the order of their precedence.
 
-    Raises `SettingsError` for the first thing that is wrong. `--help` prints the settings and exits.
+    Raises `SettingsError` for the first invalid setting. `--help` prints the settings and exits.
     """
     flags = _read_flags(argv)
     file_named_by = CONFIG_FLAG if "config" in flags else CONFIG_ENV
@@ -206,7 +206,7 @@ def load_config(argv: Sequence[str]) -> Config:
     try:
         return Config.model_validate(_nested(given))
     except ValidationError as error:
-        # The error names the setting as the user spelt it.
+        # The error names the setting as in its source.
         spelled = {name: f"{name} in {file}" for name in yaml}
         spelled |= {name: _BY_NAME[name].env for name in environment}
         spelled |= {name: _BY_NAME[name].flag for name in flags}
@@ -238,12 +238,12 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
         _refuse_values_with_spaces(unknown, argv)
         raise SettingsError(f"one MODEL can be served, and {word} is a second one")
     _refuse_truth_as_model(known, argv)
-    # A list may be given in pieces: each may be a list itself, as everywhere else.
+    # The flag of a list may be repeated, and each value may be a list.
     return {name: ",".join(value) if isinstance(value, list) else value for name, value in vars(known).items()}
 
 
 def _refuse_values_with_spaces(unknown: Sequence[str], argv: Sequence[str]) -> None:
-    """Refuse the `b c` of `--served-model-name a b c`, as other servers' command lines have lists."""
+    """Refuse `b c` in `--served-model-name a b c`, the form of lists in other servers' command lines."""
     word = unknown[0]
     lists = {setting.flag for setting in SETTINGS if get_origin(setting.kind) is tuple}
     before = list(argv[: argv.index(word)])
@@ -255,7 +255,7 @@ def _refuse_values_with_spaces(unknown: Sequence[str], argv: Sequence[str]) -> N
 
 
 def _refuse_truth_as_model(known: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Refuse the `false` of `--enable-prefix-caching false`, which would be taken for the MODEL."""
+    """Refuse `false` in `--enable-prefix-caching false`, which would otherwise be the MODEL."""
     model = getattr(known, POSITIONAL, "")
     if model.lower() not in _TRUTH_VALUES:
         return
@@ -308,7 +308,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _Flat(BaseSettings):
-    """The leaves for pydantic-settings: their names."""
+    """The names of the leaves, for pydantic-settings."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True)
 
@@ -403,17 +403,17 @@ def _nested(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(text: str, setting: Setting) -> object:
-    """What pydantic does not read from text by itself: lists and numbered choices."""
+    """Convert text that pydantic does not convert: lists, and choices that are numbers."""
     if get_origin(setting.kind) is tuple:
         return [item.strip() for item in text.split(",")]
     return next((choice for choice in get_args(setting.kind) if str(choice) == text), text)
 
 
 def _sentence(error: ValidationError, given: Mapping[str, Any], spelled: Mapping[str, str]) -> str:
-    """The first failure, with the value as it was given."""
+    """Return a sentence about the first failure, with the value as it was given."""
     first = error.errors(include_url=False)[0]
     if first["type"] == "value_error":
-        # Written for a person by `Config`; its first word is the field's name.
+        # A sentence of `Config`'s, which begins with the field's name.
         name, _, rest = first["msg"].removeprefix("Value error, ").partition(" ")
         return f"{spelled.get(name, name)} {rest}"
     name = next(str(part) for part in first["loc"] if part in given)
@@ -445,7 +445,7 @@ _OF_ONE_MODEL = (
     "max_lora_adapters",
     "max_tokens_overflow",
 )
-"""Settings of the server's section that each model may have for itself; the others are the server's."""
+"""Settings of the server's section that each model may override."""
 
 
 class ModelEntry(NamedTuple):
@@ -453,9 +453,9 @@ class ModelEntry(NamedTuple):
 
     config: Config
     loads_at_start: bool = True
-    """Whether the server is ready only with this model; otherwise its first request has it loaded."""
+    """Whether it is loaded before the server is ready; otherwise, its first request causes it to be loaded."""
     memory_bytes: int = 0
-    """What it counts for in the budget while it is loaded."""
+    """Bytes of the budget that it takes while it is loaded."""
 
 
 class ModelList(NamedTuple):
@@ -463,13 +463,13 @@ class ModelList(NamedTuple):
 
     entries: list[ModelEntry]
     memory_bytes: int | None = None
-    """The budget of all loaded models; None: no model is ever unloaded."""
+    """Budget in bytes of all loaded models; None: no model is ever unloaded."""
 
 
 def read_models(config: Config) -> ModelList:
-    """The models that `config` serves: itself, or those of the file `models`, for which it holds the defaults.
+    """Return the models of the file `models`, whose settings default to those of `config`; without a file, `config`.
 
-    Raises `SettingsError` for the first thing that is wrong.
+    Raises `SettingsError` for the first invalid setting.
     """
     file = config.server_config.models
     if file is None:
@@ -520,7 +520,7 @@ def _model_entry(base: Config, item: object, where: str) -> ModelEntry:
 
 
 def _memory(data: Mapping[Any, Any], where: object) -> int | None:
-    """`memory_gib` in bytes; None without it."""
+    """Return `memory_gib` in bytes; None if it is not set."""
     value = data.get("memory_gib")
     if value is None:
         return None
@@ -530,7 +530,7 @@ def _memory(data: Mapping[Any, Any], where: object) -> int | None:
 
 
 def _check_names(entries: Sequence[ModelEntry], path: Path) -> None:
-    """Raise `SettingsError` unless a name, and an address for events, belongs to one model."""
+    """Raise `SettingsError` if two models share a name or an address for events."""
     seen: dict[str, int] = {}
     for number, entry in enumerate(entries, 1):
         events = entry.config.kv_events_config

@@ -1,4 +1,4 @@
-"""`nearest`: which known name a wrong one may be a slip of. Ends sentences on flags, settings, fields and paths."""
+"""`nearest`: suggests a known name for a misspelled one, in errors about flags, settings, fields and paths."""
 
 from collections.abc import Iterable
 
@@ -7,10 +7,10 @@ _READ_CHARACTERS = 100
 
 
 def nearest(wrong: str, known: Iterable[str], *, prefix: str = "", likeness: float = 0.6) -> str:
-    """A hint to end a sentence with: the known name that `wrong` may be a slip of, or nothing.
+    """Return the end of a sentence that suggests the most similar known name; "" if none is similar enough.
 
-    `prefix` is what all names begin with, and says nothing of which is meant. `likeness`: from 0, anything will do, to
-    1, the name itself.
+    `prefix` is a common prefix of the names, which is not compared. `likeness` is the least similarity of a suggested
+    name, from 0 to 1, where 1 means equal.
     """
     import difflib
 
