@@ -131,7 +131,7 @@ class DPEngineCoreProc(EngineCore):
     def pull_and_process_input_queue(self) -> None:
         """As in `EngineCore`, but compute dummy batches while another replica has work."""
         while True:
-            self._take_in(self._arrived())
+            self._process(self._arrived())
             if self._stopping:
                 self._lockstep.leave(is_woken=self._is_woken)
                 return
@@ -139,7 +139,7 @@ class DPEngineCoreProc(EngineCore):
                 return
             self._send_rest()
             if self._may_sleep:
-                self._take_in([self._wait_idle()])
+                self._process([self._wait_idle()])
             else:
                 self.dummy_prefill_execution()
             self._steps.note_wait()
@@ -202,8 +202,8 @@ class DPEngineCoreProc(EngineCore):
             self._record.begin([seq.id for seq in failed.seqs])
             self._raise_broken(failed.error)
 
-    def _take_in(self, messages: Iterable[Incoming]) -> None:
-        super()._take_in(message for message in messages if not self._is_wake(message))
+    def _process(self, messages: Iterable[Incoming]) -> None:
+        super()._process(message for message in messages if not self._is_wake(message))
 
     def _is_wake(self, message: Incoming) -> bool:
         """Return whether `message` is a wake-up call for this round; a call for an earlier round is obsolete."""

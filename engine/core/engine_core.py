@@ -89,7 +89,7 @@ class EngineCore:
         self._record = record or FlightRecord.of_its_own(config.max_num_seqs)
         self._isolation = Isolation(self.scheduler)
         depth = 2 if config.async_scheduling == "on" else 1
-        on_pause = self._take_in_during_step if scheduler.interposes else None
+        on_pause = self._add_received if scheduler.interposes else None
         self._steps = StepPipeline(self.scheduler, runner, self._record, depth, on_pause)
         self._deferred: deque[Incoming] = deque()
         """Messages that were received during a step, to be processed after it."""
@@ -128,11 +128,11 @@ class EngineCore:
         """Process all received messages. If there is nothing to compute, send pending outputs and wait for a
         message."""
         while True:
-            self._take_in(self._arrived())
+            self._process(self._arrived())
             if self._stopping or self._steps or self.scheduler.has_requests():
                 return
             self._send_rest()
-            self._take_in([self._wait_idle()])
+            self._process([self._wait_idle()])
             self._steps.note_wait()
 
     def interrupt_for(self, seq: Sequence) -> None:
@@ -143,7 +143,7 @@ class EngineCore:
         if self._steps.may_pause and self.scheduler.would_interpose(seq):
             self.runner.interrupt()
 
-    def _take_in_during_step(self) -> None:
+    def _add_received(self) -> None:
         """Add the received sequences to the scheduler. Other messages wait until the end of the step.
 
         Sequences after a message that releases the cache wait too, because it would release their cached blocks.
@@ -152,7 +152,7 @@ class EngineCore:
         while not self.input_queue.empty():
             message = self.input_queue.get_nowait()
             if isinstance(message, Sequence) and not message.adapter and not is_releasing:
-                self._take_in_sequence(message)
+                self._add_sequence(message)
             else:
                 self._deferred.append(message)
                 is_releasing = is_releasing or isinstance(message, ReleaseCache)
@@ -173,14 +173,14 @@ class EngineCore:
         self.scheduler.check_integrity()
         return self.input_queue.get()
 
-    def _take_in(self, messages: Iterable[Incoming]) -> None:
+    def _process(self, messages: Iterable[Incoming]) -> None:
         """Process messages. Aborts are collected to one call at the end, since each call scans all live sequences."""
         aborted: list[int] = []
         releases_cache = False
         for message in messages:
             match message:
                 case Sequence():
-                    self._take_in_sequence(message)
+                    self._add_sequence(message)
                 case AbortRequests():
                     aborted += message.request_ids
                 case LoadAdapter() | UnloadAdapter() | AdapterRead():
@@ -199,7 +199,7 @@ class EngineCore:
             self.runner.release_cache()
             self.output_queue.put(CacheReleased())
 
-    def _take_in_sequence(self, seq: Sequence) -> None:
+    def _add_sequence(self, seq: Sequence) -> None:
         # If adding it crashes this process, the record has its id.
         self._record.begin([seq.id])
         try:
