@@ -39,7 +39,14 @@ from engine.runner.pooling import PooledVectors, PromptPooler, encoder_prompts
 from engine.runner.sentinel import Sentinel, sentinel_interval
 from engine.runner.step_drafts import Drafted, StepDrafts
 from engine.runner.step_graphs import DecodeGraphs, make_graphs, why_no_graphs
-from engine.runner.step_results import LaunchedStep, StepResult, StepWork, accepted_tokens, mark_unusable, output_of
+from engine.runner.step_results import (
+    LaunchedStep,
+    StepCompletion,
+    StepResult,
+    accepted_tokens,
+    mark_unusable,
+    output_of,
+)
 from engine.runner.warm_up import StepSizes, WarmUpRow, WarmUpStep, compile_kernels, dummy_batch, dummy_prompt
 from engine.sampling.parameters import SamplingRows
 from engine.sampling.sampler import LaunchedTokens, SampledTokens, Sampler
@@ -398,7 +405,7 @@ class ModelRunner:
         def add_vectors(output: ScheduledBatchOutput, pooled: PooledVectors, values: torch.Tensor) -> None:
             pooled.add_to(output, batch.req_ids, values)
 
-        work = StepWork(self.input_batch.resolve, sample, finish, add_vectors)
+        work = StepCompletion(self.input_batch.resolve, sample, finish, add_vectors)
         return LaunchedStep(inputs, result, self.device_batch, self.ranks, work, drafts_on_device=drafts_on_device)
 
     def _count_step(self) -> None:

@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
     """The hidden states that the drafter reads."""
 
 
-class StepWork(NamedTuple):
+class StepCompletion(NamedTuple):
     """The functions with which a runner completes one of its steps; each is bound to the step."""
 
     resolve: Callable[[StepInputs], StepInputs]
@@ -62,7 +62,7 @@ class LaunchedStep:
         result: StepResult,
         device_batch: DeviceBatch,
         ranks: RankSteps | None,
-        work: StepWork,
+        work: StepCompletion,
         *,
         drafts_on_device: bool,
     ) -> None:
