@@ -22,7 +22,7 @@ from engine.client.relocation import Relocation
 from engine.client.replica import Replica, ReplicaEvents, Successor
 from engine.client.supervisor import CoreLink
 from engine.config.config import Config
-from engine.distributed.cluster import place_evenly
+from engine.distributed.cluster import spread_evenly
 from engine.distributed.host_resources import HostShare, available_host_memory
 from engine.distributed.lockstep import LockstepRendezvous
 from engine.messages import AddRequest, Failed, LoadAdapter, Ready, StepOutputs, UnloadAdapter
@@ -97,8 +97,8 @@ class CoreManager:
         """Polls `_links`, which are the core links at the last wait."""
         self._hosts = _other_hosts(config)
         size = config.parallel_config.data_parallel_size
-        self._placements = place_evenly(size, 1) if self._hosts is None else self._hosts.placements
-        self._nodes = [placement.node for placement in self._placements]
+        self._positions = spread_evenly(size, 1) if self._hosts is None else self._hosts.positions
+        self._nodes = [position.node for position in self._positions]
         # This process avoids the CPUs that the cores reserve, but restarted cores must be able to use them.
         self._cpus = os.sched_getaffinity(0)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -110,8 +110,8 @@ class CoreManager:
     def _make_replicas(self) -> None:
         """Create the replicas, and start their cores unless asleep. Raises `ValueError`, `OSError` if one cannot
         start."""
-        size = len(self._placements)
-        available = available_host_memory() // self._placements[0].num_local if size > 1 else None
+        size = len(self._positions)
+        available = available_host_memory() // self._positions[0].num_local if size > 1 else None
         events = ReplicaEvents(
             self._deliver, self._on_step, self._on_core_ready, self._on_unavailable, self._on_replica_end
         )
@@ -119,7 +119,7 @@ class CoreManager:
         lockstep = self._replicas if self._config.parallel_config.in_lockstep else None
         try:
             for number in range(size):
-                _, local_index, num_local = self._placements[number]
+                _, local_index, num_local = self._positions[number]
                 share = HostShare(number, local_index, num_local, available, self._model)
                 self._replicas.append(
                     Replica(

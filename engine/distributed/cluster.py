@@ -1,4 +1,4 @@
-"""The hosts of one server: their common key, the settings that must be equal, and the placement of ranks and replicas.
+"""The hosts of one server: their common key, the settings that must be equal, and the position of ranks and replicas.
 
 Both ends of a connection derive their CURVE keys from the cluster key, which comes from the environment or a file.
 There is no flag for it, because a process list shows flags. When a host joins, its `HostAgreement` (Kaon's version,
@@ -155,7 +155,7 @@ def _leaves(section: dict[str, Any]) -> dict[str, str]:
     return leaves
 
 
-class Placement(NamedTuple):
+class HostPosition(NamedTuple):
     """The host of a rank or a replica, and its index there."""
 
     node: int
@@ -166,31 +166,31 @@ class Placement(NamedTuple):
     """Number of ranks or replicas on its host."""
 
 
-def place_evenly(count: int, nnodes: int) -> list[Placement]:
+def spread_evenly(count: int, nnodes: int) -> list[HostPosition]:
     """Place an equal number of ranks or replicas on each host, consecutive ones together. `nnodes` divides `count`."""
     per_node = count // nnodes
-    return [Placement(*divmod(index, per_node), per_node) for index in range(count)]
+    return [HostPosition(*divmod(index, per_node), per_node) for index in range(count)]
 
 
 class Cluster:
     """The hosts of one server, each started by `kaon serve` with a `node_rank`. `RayCluster` starts its own."""
 
-    def __init__(self, placements: Sequence[Placement], address: str = "", keys: ClusterKeys | None = None) -> None:
-        """`placements` are by rank or replica. With several hosts, `address` is that of the first one, and `keys` are
+    def __init__(self, positions: Sequence[HostPosition], address: str = "", keys: ClusterKeys | None = None) -> None:
+        """`positions` are by rank or replica. With several hosts, `address` is that of the first one, and `keys` are
         those of its connections."""
-        self.placements, self.address, self.keys = placements, address, keys
+        self.positions, self.address, self.keys = positions, address, keys
 
     @classmethod
     def of_hosts(cls, parallel: ParallelConfig, count: int) -> "Cluster":
         """Place `count` ranks or replicas on `nnodes` hosts. Raises `ValueError` with a sentence if the key is
         missing."""
         keys = ClusterKeys.of(read_cluster_key(parallel.cluster_key_file, parallel.master_addr))
-        return cls(place_evenly(count, parallel.nnodes), parallel.master_addr, keys)
+        return cls(spread_evenly(count, parallel.nnodes), parallel.master_addr, keys)
 
     def start(self, joining: str, on_failure: Callable[[int, str], object]) -> None:
         """Start the hosts other than 0, which join at `joining`. `on_failure` is called with the number of a host that
         cannot join, and the reason."""
-        num_hosts = 1 + max(placement.node for placement in self.placements)
+        num_hosts = 1 + max(position.node for position in self.positions)
         _log.info("waiting for %d of %d hosts to join at %s", num_hosts - 1, num_hosts, joining)
 
     def close(self) -> None:

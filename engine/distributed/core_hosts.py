@@ -40,8 +40,8 @@ class CoreHosts:
         Raises `ValueError` with a sentence for an invalid address or a port that is in use.
         """
         assert cluster.keys is not None
-        self.placements = cluster.placements
-        """Placement of each replica."""
+        self.positions = cluster.positions
+        """The position of each replica."""
         self._config = config
         self._numbers = itertools.count()
         self._pair = CurvePair.new()
@@ -61,12 +61,12 @@ class CoreHosts:
             undo.callback(self._authenticator.close)
             self._authenticator.allow(cluster.keys.host.public)
             try:
-                for replica, placement in enumerate(cluster.placements):
-                    if placement.node:
+                for replica, position in enumerate(cluster.positions):
+                    if position.node:
                         calling = endpoint(host, port + replica)
                         # Prompts and log probabilities may be of any length.
                         socket = bind_curve(context, zmq.ROUTER, calling, self._pair, longest=_LARGEST_BYTES)
-                        self._cores[replica] = ReplicaEndpoint(placement.node, self.joining, calling, socket)
+                        self._cores[replica] = ReplicaEndpoint(position.node, self.joining, calling, socket)
                 nodes = sorted({core.node for core in self._cores.values()})
                 self._router = HostRouter(
                     context,
@@ -120,7 +120,7 @@ class CoreHosts:
         self._begun.add(replica)
         launch = LaunchCore(
             core=next(self._numbers),
-            share=HostShare(replica, *self.placements[replica][1:]),
+            share=HostShare(replica, *self.positions[replica][1:]),
             num_kvcache_blocks=num_kvcache_blocks,
             is_first=is_first,
             front_end=CoreAddress(endpoints.calling, uuid.uuid4().hex, self._pair.public, *pair),

@@ -17,7 +17,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from engine.config.config import Config
-from engine.distributed.cluster import Cluster, place_evenly
+from engine.distributed.cluster import Cluster, spread_evenly
 from engine.distributed.host_resources import HostShare, Shard, available_host_memory
 from engine.distributed.lockstep import LockstepMember
 from engine.distributed.rank_link import (
@@ -77,7 +77,7 @@ class AsyncIOProcManager:
             cluster = _cluster_of(config)
             undo.callback(cluster.close)
             memory: int | None = None
-            if any(placement.node for placement in cluster.placements):
+            if any(position.node for position in cluster.positions):
                 # Imported here, because engines on one host do not need it.
                 from engine.distributed import remote_ranks
 
@@ -86,16 +86,16 @@ class AsyncIOProcManager:
                 self._transport: StepTransport = self._network.transport
                 store = self._network.store
             else:
-                self._transport = SharedMemorySteps.create(len(cluster.placements))
+                self._transport = SharedMemorySteps.create(len(cluster.positions))
                 undo.callback(self._transport.close)
                 memory = os.memfd_create("kaon-collectives")
                 undo.callback(os.close, memory)
                 store = (Path(directory) / "ranks").as_uri()
-            num_local = cluster.placements[0].num_local
+            num_local = cluster.positions[0].num_local
             available = available_host_memory() if share.available_bytes is None else share.available_bytes
             self.shard = Shard(
                 rank=0,
-                size=len(cluster.placements),
+                size=len(cluster.positions),
                 local_rank=0,
                 local_size=num_local,
                 store=store,
@@ -108,7 +108,7 @@ class AsyncIOProcManager:
                 *(() if memory is None else (memory,)),
                 *(() if lockstep_member is None else lockstep_member.memory),
             )
-            for rank, (node, local_rank, local_size) in list(enumerate(cluster.placements))[1:]:
+            for rank, (node, local_rank, local_size) in list(enumerate(cluster.positions))[1:]:
                 launch = RankLaunch(
                     name=f"kaon-worker-{share.replica}.{rank}",
                     shard=self.shard._replace(rank=rank, local_rank=local_rank, local_size=local_size),
@@ -274,7 +274,7 @@ def _cluster_of(config: Config) -> Cluster:
     parallel = config.parallel_config
     size = parallel.tensor_parallel_size
     if not parallel.has_remote_ranks:
-        return Cluster(place_evenly(size, 1))
+        return Cluster(spread_evenly(size, 1))
     if parallel.distributed_executor_backend == "ray":
         from engine.distributed.ray_cluster import RayCluster
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
-from engine.distributed.cluster import Cluster, ClusterKeys, Placement, is_loopback
+from engine.distributed.cluster import Cluster, ClusterKeys, HostPosition, is_loopback
 from engine.distributed.host_agent import HostAgent
 from models.errors import first_line
 
@@ -53,7 +53,7 @@ class RayCluster(Cluster):
         self._key = secrets.token_urlsafe(32)
         given = config.parallel_config.master_addr
         super().__init__(
-            [Placement(number, *self._share(nodes, number)) for number in range(size)],
+            [HostPosition(number, *self._share(nodes, number)) for number in range(size)],
             ray.util.get_node_ip_address() if is_loopback(given) else given,
             ClusterKeys.of(self._key),
         )
@@ -68,7 +68,7 @@ class RayCluster(Cluster):
 
     def start(self, joining: str, on_failure: Callable[[int, str], object]) -> None:
         """See `Cluster`; return at once."""
-        numbers = range(1, len(self.placements))
+        numbers = range(1, len(self.positions))
         arguments = self, numbers, joining, on_failure, self._closing
         self._keeper = Thread(
             target=keep_actors, args=arguments, kwargs={"restarts": self._restarts}, name="ray", daemon=True

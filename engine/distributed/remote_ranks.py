@@ -159,8 +159,8 @@ class RankNetwork:
         """Address at which the other hosts join."""
         self.store = endpoint(host, port + STORE_PORT)
         """Rendezvous address of torch.distributed's process groups of all ranks."""
-        placements = enumerate(cluster.placements)
-        self.links = {rank: RemoteRank(rank, place.node, self.joining) for rank, place in placements if place.node}
+        positions = enumerate(cluster.positions)
+        self.links = {rank: RemoteRank(rank, each.node, self.joining) for rank, each in positions if each.node}
         nodes: dict[int, list[RemoteRank]] = {}
         for link in self.links.values():
             nodes.setdefault(link.node, []).append(link)
@@ -171,7 +171,7 @@ class RankNetwork:
             authenticator = CurveAuthenticator(context)
             undo.callback(authenticator.close)
             try:
-                self.transport = TcpSteps(context, host, port + STEPS_PORT, len(cluster.placements))
+                self.transport = TcpSteps(context, host, port + STEPS_PORT, len(cluster.positions))
                 undo.callback(self.transport.close)
                 self.listener = listening_socket(host, port + STORE_PORT)
                 """Socket that listens at `store`. The caller that detaches it closes it."""

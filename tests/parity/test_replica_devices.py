@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.config.config import Config, ParallelConfig
-from engine.distributed.cluster import place_evenly
+from engine.distributed.cluster import spread_evenly
 from engine.distributed.host_resources import HostShare, Shard
 from engine.runner import build
 
@@ -107,7 +107,7 @@ def test_on_two_hosts_each_has_half_of_the_replicas_and_all_gpus_for_them(replic
     parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=ranks, nnodes=2)
     config = Config.model_validate({"parallel_config": parallel, "device": "cuda"})
     found = []
-    for replica, (_, place, places) in enumerate(place_evenly(replicas, 2)):
+    for replica, (_, place, places) in enumerate(spread_evenly(replicas, 2)):
         for rank in range(ranks):
             shard = None if ranks == 1 else Shard(rank, ranks, rank, ranks, "", None, 0)
             found.append(build._resolve_device(config, shard, HostShare(replica, place, places)))

@@ -9,7 +9,7 @@ import zmq
 
 from engine.config.config import CLUSTER_KEY_ENV, Config, ParallelConfig
 from engine.config.server import ServerConfig
-from engine.distributed.cluster import ClusterKeys, CurvePair, HostAgreement, place_evenly, read_cluster_key
+from engine.distributed.cluster import ClusterKeys, CurvePair, HostAgreement, read_cluster_key, spread_evenly
 from engine.distributed.curve import CurveAuthenticator, bind_curve, curve_client, endpoint, resolve
 from engine.distributed.rank_link import RankLoaded, RankServes
 from engine.distributed.remote_ranks import RemoteRank
@@ -105,9 +105,9 @@ def test_the_first_difference_is_named_with_both_values() -> None:
 
 
 def test_replicas_are_dealt_out_as_neighbours_with_as_many_on_each_host() -> None:
-    assert place_evenly(4, 2) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
-    assert place_evenly(2, 2) == [(0, 0, 1), (1, 0, 1)]
-    assert place_evenly(3, 1) == [(0, 0, 3), (0, 1, 3), (0, 2, 3)]
+    assert spread_evenly(4, 2) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert spread_evenly(2, 2) == [(0, 0, 1), (1, 0, 1)]
+    assert spread_evenly(3, 1) == [(0, 0, 3), (0, 1, 3), (0, 2, 3)]
     ParallelConfig(nnodes=2, data_parallel_size=4, tensor_parallel_size=3)
 
 

@@ -13,7 +13,7 @@ import zmq
 from engine.client.supervisor import CoreLink
 from engine.config.config import Config, ParallelConfig
 from engine.distributed import remote_core as core_call
-from engine.distributed.cluster import Cluster, ClusterKeys, CurvePair, HostAgreement, place_evenly
+from engine.distributed.cluster import Cluster, ClusterKeys, CurvePair, HostAgreement, spread_evenly
 from engine.distributed.core_hosts import CoreHosts
 from engine.distributed.core_process import LOST_FRONT_END, RemoteTransport, connection_names
 from engine.distributed.curve import CurveAuthenticator, bind_curve, curve_client, endpoint
@@ -238,7 +238,7 @@ def test_a_host_that_joins_before_the_checkpoint_is_found_waits_for_the_launch(
         return agreement
 
     monkeypatch.setattr(HostAgreement, "of", of_in_time)
-    hosts = CoreHosts(config, Cluster(place_evenly(2, 2), "127.0.0.1", keys))
+    hosts = CoreHosts(config, Cluster(spread_evenly(2, 2), "127.0.0.1", keys))
     there: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with curve_client(there, keys.host, keys.core.public, b"gone") as gone:
         gone.connect(hosts.joining)
@@ -284,7 +284,7 @@ def test_no_host_is_late_before_the_first_has_its_checkpoint_which_may_take_long
         return agreement
 
     monkeypatch.setattr(HostAgreement, "of", of_in_time)
-    hosts = CoreHosts(config, Cluster(place_evenly(2, 2), "127.0.0.1", ClusterKeys.of("k" * 16)))
+    hosts = CoreHosts(config, Cluster(spread_evenly(2, 2), "127.0.0.1", ClusterKeys.of("k" * 16)))
     core = hosts.core(1, "engine core 1", None)
     time.sleep(0.4)
     was_gone = core.is_gone
@@ -304,7 +304,7 @@ def test_a_host_that_waits_for_the_checkpoint_hears_that_there_will_be_none(monk
         raise ValueError("no such checkpoint")
 
     monkeypatch.setattr(HostAgreement, "of", of_none)
-    hosts = CoreHosts(config, Cluster(place_evenly(2, 2), "127.0.0.1", keys))
+    hosts = CoreHosts(config, Cluster(spread_evenly(2, 2), "127.0.0.1", keys))
     there: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with curve_client(there, keys.host, keys.core.public, b"host") as host:
         host.connect(hosts.joining)
@@ -318,7 +318,7 @@ def test_a_host_that_waits_for_the_checkpoint_hears_that_there_will_be_none(monk
 
 def test_only_the_last_core_of_a_replica_is_let_in() -> None:
     config = Config(parallel_config=ParallelConfig(nnodes=2, data_parallel_size=4, master_port=free_ports(count=4)))
-    hosts = CoreHosts(config, Cluster(place_evenly(4, 2), "127.0.0.1", ClusterKeys.of("k" * 16)))
+    hosts = CoreHosts(config, Cluster(spread_evenly(4, 2), "127.0.0.1", ClusterKeys.of("k" * 16)))
     assert [hosts.runs(replica) for replica in range(4)] == [False, False, True, True]
     first, other, second = (hosts.core(replica, "an engine core", None)._launch.front_end for replica in (2, 3, 2))
     let_in = [hosts._authenticator.callback("", each.public) for each in (first, other, second)]
