@@ -69,7 +69,7 @@ class BarrierCounters:
         self._memory.close()
 
 
-class Hub(msgspec.Struct, frozen=True):
+class LockstepHub(msgspec.Struct, frozen=True):
     """The rendezvous of replicas on several hosts."""
 
     address: str
@@ -87,12 +87,12 @@ class LockstepMember(msgspec.Struct, frozen=True):
     replica: int
     num_replicas: int
     directory: str = ""
-    """Directory of the rendezvous, private to the user. It is removed when not all replicas of this round can meet.
+    """Directory of the rendezvous, private to the user. It is removed if not all replicas of this round can connect.
     Empty on several hosts."""
     memory: tuple[int, ...] = ()
     """By rank, the descriptor of the memory shared with the same rank of the other replicas: see `BarrierCounters`.
     Empty on several hosts."""
-    hub: Hub | None = None
+    hub: LockstepHub | None = None
     """The rendezvous on several hosts; None on one."""
 
 
@@ -103,7 +103,7 @@ class LockstepRendezvous:
     """
 
     def __init__(self, num_replicas: int, num_ranks: int = 1, hub: tuple[str, int] | None = None) -> None:
-        """`num_ranks` is the number of ranks per replica. `hub`: where replicas on several hosts meet; see `Hub`."""
+        """`num_ranks` is the number of ranks per replica. `hub`: address and port of the `LockstepHub`, if any."""
         self._num_replicas, self._num_ranks = num_replicas, num_ranks
         self._hub, self._key, self._round = hub, secrets.token_bytes(_KEY_BYTES), 0
         self._directories: list[str] = []
@@ -126,7 +126,7 @@ class LockstepRendezvous:
                 self._memory += [BarrierCounters.create(self._num_replicas) for _ in range(self._num_ranks)]
         self._members.add(replica)
         if self._hub is not None:
-            return LockstepMember(replica, self._num_replicas, hub=Hub(*self._hub, self._key, self._round))
+            return LockstepMember(replica, self._num_replicas, hub=LockstepHub(*self._hub, self._key, self._round))
         return LockstepMember(replica, self._num_replicas, self._directories[-1], tuple(self._memory))
 
     def is_member(self, replica: int) -> bool:
@@ -176,8 +176,8 @@ _KEY_BYTES = 32
 _NONCE_BYTES = 16
 _GREETING = struct.Struct("=qq32s")
 """The first message to the hub: replica, round, and the HMAC of the hub's nonce with both."""
-_MET, _IS_OVER = 0, -1
-"""The hub's answers: the core has met it, or a later round has begun."""
+_ADMITTED, _IS_OVER = 0, -1
+"""The hub's answers: the core is admitted, or a later round has begun."""
 _MOST_CALLERS = 64
 """Connections at the hub that have not proved yet that they are cores. The oldest is ended for another one."""
 _KEEPALIVE = (
@@ -222,14 +222,14 @@ class ReplicaLinks:
         """Wait up to `timeout` seconds for all other cores. Raises `RendezvousError` if one does not connect."""
         hub, deadline = self.member.hub, time.monotonic() + timeout
         if hub is None:
-            self._meet_in_directory(Path(self.member.directory), timeout, deadline)
+            self._connect_in_directory(Path(self.member.directory), timeout, deadline)
         elif self.member.replica == 0:
-            self._meet_as_hub(hub, timeout, deadline)
+            self._connect_as_hub(hub, timeout, deadline)
         else:
-            self._peers[0] = self._meet_hub(hub, timeout, deadline)
+            self._peers[0] = self._connect_to_hub(hub, timeout, deadline)
         Thread(target=self._read, name="replicas", daemon=True).start()
 
-    def _meet_in_directory(self, directory: Path, timeout: float, deadline: float) -> None:
+    def _connect_in_directory(self, directory: Path, timeout: float, deadline: float) -> None:
         """Connect with each of the cores on this host."""
         own = directory / str(self.member.replica)
         with ExitStack() as stack:
@@ -327,7 +327,7 @@ class ReplicaLinks:
 
     # -- several hosts ------------------------------------------------------------------------------------------
 
-    def _meet_as_hub(self, hub: Hub, timeout: float, deadline: float) -> None:
+    def _connect_as_hub(self, hub: LockstepHub, timeout: float, deadline: float) -> None:
         """Accept all other cores."""
         family = socket.AF_INET6 if ":" in hub.address else socket.AF_INET
         with ExitStack() as stack:
@@ -355,7 +355,7 @@ class ReplicaLinks:
                     with contextlib.suppress(OSError):
                         callers.append(_Caller.greet(listener.accept()[0]))
 
-    def _admit(self, caller: "_Caller", hub: Hub) -> None:
+    def _admit(self, caller: "_Caller", hub: LockstepHub) -> None:
         """Read a caller's greeting. Raises `RendezvousError` if it shows that a later round has begun."""
         peer = caller.peer
         try:
@@ -365,7 +365,7 @@ class ReplicaLinks:
                 raise RendezvousError("another replica ended before all had met", is_over=True)
             is_expected = is_core and number == hub.round and replica in self._missing()
             if is_core:
-                peer.sendall(_NUMBER.pack(_MET if is_expected else _IS_OVER))
+                peer.sendall(_NUMBER.pack(_ADMITTED if is_expected else _IS_OVER))
         except (OSError, struct.error):
             is_expected = False
         if is_expected:
@@ -374,7 +374,7 @@ class ReplicaLinks:
         else:
             peer.close()
 
-    def _meet_hub(self, hub: Hub, timeout: float, deadline: float) -> socket.socket:
+    def _connect_to_hub(self, hub: LockstepHub, timeout: float, deadline: float) -> socket.socket:
         """Connect with replica 0, on this host or another."""
         while True:
             self._raise_if_late(0, timeout, deadline)
@@ -389,7 +389,7 @@ class ReplicaLinks:
                 except (OSError, struct.error):
                     time.sleep(_POLL_SECONDS)  # It does not listen yet, or is the one of another round.
                     continue
-                if answer != _MET:
+                if answer != _ADMITTED:
                     raise RendezvousError("another replica ended before all had met", is_over=True)
                 _keep_alive(peer)
                 stack.pop_all()
