@@ -219,7 +219,9 @@ def _prompt_spans(
     rows: Rows[Sequence], counts: list[int], context_lens: list[int], num_decodes: int
 ) -> list[PromptSpan]:
     """Return the spans of the prefill rows, which follow the decodes, whose prompt log probabilities are pending."""
-    spans = []
+    spans: list[PromptSpan] = []
+    if len(rows) == num_decodes:
+        return spans
     first = sum(counts[:num_decodes])
     for seq, count, end in zip(rows[num_decodes:], counts[num_decodes:], context_lens[num_decodes:], strict=True):
         if seq.prompt_logprobs is not None:
@@ -301,7 +303,7 @@ class StepBuilder:
         self.seqs = rows.by_id.copy()
         self.num_decodes = len(rows.seqs)
         self.counts, self.context_lens = rows.counts.copy(), lengths
-        if any(seq.spec_token_ids for seq in rows.seqs):
+        if self.num_drafts and any(seq.spec_token_ids for seq in rows.seqs):
             room = [max(0, limit - length - 1) for limit, length in zip(rows.limits, lengths, strict=True)]
             drafts = [seq.spec_token_ids[:most] for seq, most in zip(rows.seqs, room, strict=True)]
             self.drafts = {seq.id: tokens for seq, tokens in zip(rows.seqs, drafts, strict=True) if tokens}

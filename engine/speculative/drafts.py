@@ -146,7 +146,7 @@ class Drafts:
 
     def is_idle(self, seqs: Rows[Sequence]) -> bool:
         """Whether these sequences have no drafts for the next step or for the one after it."""
-        if self.pause_left:
+        if self.pause_left or not self.are_on:
             return True
         if any(seq.spec_token_ids for seq in seqs):
             return False
