@@ -67,7 +67,7 @@ class Bench:
             importlib.import_module("tests.parity.triton_interpreter")
         else:
             torch.cuda.set_device(self.device)
-        self.seam: Device = DryDevice() if self.is_dry else GPUDevice(self.device)
+        self.device_api: Device = DryDevice() if self.is_dry else GPUDevice(self.device)
         if (reason := kernels.start(self.device)) is not None:
             raise RuntimeError(f"the kernels do not run: {reason}")
         torch.manual_seed(0)
@@ -129,7 +129,7 @@ class Bench:
         self.synchronize()
         # Each graph has its own memory pool: libraries may still use memory that they took from the pool of a deleted
         # graph.
-        device = self.seam if self.is_dry else GPUDevice(self.device)
+        device = self.device_api if self.is_dry else GPUDevice(self.device)
         with torch.inference_mode():
             return device.capture(enqueue).replay
 

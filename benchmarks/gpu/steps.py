@@ -133,7 +133,7 @@ class SizedRunner(ModelRunner):
 
 
 def load_shape(
-    bench: Bench, config: Config, fields: Mapping[str, Any], seam: Device, read_weights: Callable[..., CausalLM]
+    bench: Bench, config: Config, fields: Mapping[str, Any], device_api: Device, read_weights: Callable[..., CausalLM]
 ) -> LoadedModel:
     """A model with these fields of config.json, which attends by Triton."""
     with tempfile.TemporaryDirectory() as name:
@@ -146,7 +146,7 @@ def load_shape(
             bench.dtype,
             operators=None,
             backend=TritonAttentionBackend(bench.device),
-            seam=seam,
+            device_api=device_api,
             read_weights=read_weights,
         )
 
@@ -172,7 +172,7 @@ def runner_of(
         enforce_eager=not sizes,
         **({"cudagraph_capture_sizes": sizes} if sizes else {}),
     )
-    loaded = load_shape(bench, config, fields_of(bench, shape), bench.seam, random_weights)
+    loaded = load_shape(bench, config, fields_of(bench, shape), bench.device_api, random_weights)
     needed, free = num_blocks * loaded.layer_caches().block_bytes, bench.free_bytes()
     if needed > free:
         raise MemoryError(f"a KV cache of {needed / 2**30:.1f} GiB does not fit, {free / 2**30:.1f} GiB are free")

@@ -215,7 +215,7 @@ def _load(config: Config, rank: int, size: int) -> LoadedModel:
         parallel=TensorParallel(rank, size, _SameEverywhere(rank, size)) if size > 1 else TensorParallel(),
         available_bytes=_MUCH,
         backend=TritonAttentionBackend(_CPU),
-        seam=AbsentDevice(),
+        device_api=AbsentDevice(),
         pooling=pooling,
     )
 

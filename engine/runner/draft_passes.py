@@ -116,7 +116,7 @@ class DraftPasses:
         if program is not None and metadata.step is not None:
             output = program.run(token_ids, positions, metadata.step, states)
         else:
-            if not loaded.seam.is_host:
+            if not loaded.device_api.is_host:
                 token_ids, positions = upload([span.token_ids, span.positions], loaded.device)
             token_ids = token_ids if tokens is None else tokens
             if states is None:

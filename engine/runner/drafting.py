@@ -102,7 +102,7 @@ class ModelDrafter:
     ) -> None:
         """`by_rejection`: drafts are sampled with their own noise, and `proposals` holds their distributions."""
         self._loaded, self._model, self._passes = loaded, model, passes
-        self._uploads, self._downloads = Uploads(loaded.seam), Downloads(loaded.seam)
+        self._uploads, self._downloads = Uploads(loaded.device_api), Downloads(loaded.device_api)
         self._input_batch, self._sampler = input_batch, sampler
         self._vocab_size = loaded.model_config.vocab_size
         rope = loaded.model_config.rope_context(loaded.max_model_len)
@@ -610,8 +610,8 @@ class ModelDrafter:
         row's penalties, masks or bad words depend on its previous draft.
         """
         most, first_rows, first_slots, wanted = int(num_drafts.max()), rows, slots, num_drafts
-        waits = self._loaded.seam.is_host or not is_greedy
-        if waits and self._loaded.parallel.size == 1 and not self._loaded.seam.is_host:
+        waits = self._loaded.device_api.is_host or not is_greedy
+        if waits and self._loaded.parallel.size == 1 and not self._loaded.device_api.is_host:
             # Other ranks have no sampling parameters, so they know only for greedy steps that drafts are independent.
             waits = self._input_batch.need_drafts(slots, ends + (self._token_offset + most))
         unread: list[_Choice] = []
@@ -686,7 +686,7 @@ class ModelDrafter:
         known = later is None
         sampling = self._input_batch.draft_sampling(slots, positions, stream=stream, are_tokens_known=known)
         sampling = dataclasses.replace(sampling, later=later)
-        send = None if self._loaded.seam.is_host else self._uploads.send
+        send = None if self._loaded.device_api.is_host else self._uploads.send
         if not self._by_rejection:
             return _Choice(rows, slots, positions, self._sampler.launch(logits, sampling, send))
         launched, probabilities = self._sampler.launch_from(logits, sampling, send)
@@ -733,7 +733,7 @@ class ModelDrafter:
         on_device = [each.launched for each in choices if each.launched is not None and each.launched.on_host is None]
         words: Iterator[torch.Tensor | None] = iter([None] * len(choices))
         download: Download | None = None
-        if on_device and not self._loaded.seam.is_host:
+        if on_device and not self._loaded.device_api.is_host:
             parts = [each.candidates.words for each in on_device]
             download = self._downloads.begin(torch.cat(parts, 1))
             arrived, stops = download.wait(), np.cumsum([part.shape[1] for part in parts]).tolist()

@@ -50,7 +50,7 @@ def check_kernels(loaded: LoadedModel, checked: "CheckedKernels | None" = None) 
     # A rank without Triton has no kernels to compare, but takes part in the collectives that share the results.
     every = _every_case_of(loaded) if triton.active() else {}
     cases = _ours_of(every)
-    if not loaded.seam.computes:
+    if not loaded.device_api.computes:
         compute_all(chain.from_iterable(cases.values()), device)
         return loaded
     # All ranks check all operators in the same order, even those that their layers do not use.

@@ -63,7 +63,7 @@ class LoadedModel:
     model_config: CheckpointConfig
     model: CausalLM
     device: torch.device
-    seam: Device
+    device_api: Device
     """Copies, events and graphs of `device`."""
     dtype: torch.dtype
     backend: AttentionBackend
@@ -275,7 +275,7 @@ def load_model(
     available_bytes: int | None = None,
     num_local_replicas: int = 1,
     backend: AttentionBackend | None = None,
-    seam: Device | None = None,
+    device_api: Device | None = None,
     progress: bool = False,
     read_weights: Callable[..., CausalLM] | None = None,
     pooling: PoolingConfig | None = None,
@@ -283,7 +283,7 @@ def load_model(
     """Read the checkpoint.
 
     `available_bytes`: host memory for the weights; None for what is available now. `backend`: the attention backend;
-    None for the device's default. `seam`: None for the device's default. `read_weights` replaces
+    None for the device's default. `device_api`: None for the device's default. `read_weights` replaces
     `loader.load_model`. `pooling`: how the model pools prompts, None for a model that generates.
 
     Raises `CheckpointError` for an invalid checkpoint, `ValueError` for one that these settings cannot run.
@@ -317,7 +317,7 @@ def load_model(
         model_config=model_config,
         model=model,
         device=device,
-        seam=device_of(device) if seam is None else seam,
+        device_api=device_of(device) if device_api is None else device_api,
         dtype=dtype,
         backend=select_backend(device) if backend is None else backend,
         parallel=parallel,

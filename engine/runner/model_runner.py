@@ -105,7 +105,7 @@ class ModelRunner:
             num_blocks + (self.padding_block is not None), self.num_slots + has_graphs
         )
         set_kv_cache_data(kv_cache_data)
-        pools = self.caches.pools if loaded.seam.is_host else ()
+        pools = self.caches.pools if loaded.device_api.is_host else ()
         self.page_committer = PageCommitter(pools, torch.get_num_threads())
         self.input_batch = InputBatch(
             max_num_seqs=config.max_num_seqs,
@@ -117,7 +117,7 @@ class ModelRunner:
             num_lookahead_tokens=config.num_drafts + 2 if loaded.drafter is not None else 0,
             states_per_slot=self.caches.states_per_slot if self.caches.have_states else 0,
         )
-        self.device_batch = DeviceBatch(loaded.seam, config.max_num_seqs)
+        self.device_batch = DeviceBatch(loaded.device_api, config.max_num_seqs)
         self._drafts_on_device = False
         """Whether the ranks draft after the running step before the host has read it."""
         self.tables: DeviceBlockTables | None = None

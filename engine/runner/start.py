@@ -71,7 +71,7 @@ def measure_kv_cache(loaded: LoadedModel) -> KVCacheSize:
                 activations=_activation_bytes(loaded) + proposal_bytes(loaded),
                 ranks=loaded.num_local_ranks,
             )
-            if (memory := loaded.seam.memory) is None
+            if (memory := loaded.device_api.memory) is None
             else gpu_budget(
                 config,
                 memory,

@@ -148,7 +148,7 @@ class DecodeGraphs:
 def why_no_graphs(loaded: LoadedModel) -> str | None:
     """The reason why decodes run eagerly, or "" where it needs no explanation; None where they are captured."""
     config, parallel = loaded.config, loaded.parallel
-    if not loaded.seam.has_graphs or config.compilation_config.enforce_eager:
+    if not loaded.device_api.has_graphs or config.compilation_config.enforce_eager:
         return ""
     modules = list(cast(nn.Module, loaded.model).modules())
     if any(isinstance(module, RotaryByLength) for module in modules):
@@ -186,7 +186,7 @@ def make_graphs(
     `observing`: a context for passes of plain decodes, in which the sentinel copies what they compute. `passes`: the
     drafter's passes, which replay the drafter's graphs.
     """
-    config, parallel, device = loaded.config, loaded.parallel, loaded.seam
+    config, parallel, device = loaded.config, loaded.parallel, loaded.device_api
     backend, model, stream_layers = loaded.backend, loaded.model, loaded.stream_layers
     shape = GraphShape(
         block_size=config.kv_cache_block_size,

@@ -39,7 +39,7 @@ class Place:
         assert kernels.start(self.device) is None
         return select_backend(self.device) if self.is_gpu else TritonAttentionBackend(self.device)
 
-    def seam(self) -> Device:
+    def device_api(self) -> Device:
         """Streams, events and graphs; in the interpreter, stand-ins that are late."""
         return GPUDevice(self.device) if self.is_gpu else GraphDevice()
 
@@ -50,7 +50,7 @@ class Place:
         fields["compilation_config"] = {"cudagraph_capture_sizes": sizes, "enforce_eager": not sizes}
         config = Config(**fields)
         assert config.num_kvcache_blocks is not None
-        loaded = load(checkpoint, config, dtype, self.device, backend=self.backend(), seam=self.seam())
+        loaded = load(checkpoint, config, dtype, self.device, backend=self.backend(), device_api=self.device_api())
         return ModelRunner(loaded, config.num_kvcache_blocks)
 
 

@@ -16,7 +16,7 @@ VOCAB_SIZE = 3000
 
 @ANYWHERE
 def test_what_is_copied_arrives_behind_the_work_before_it(place: Place) -> None:
-    device = place.seam()
+    device = place.device_api()
     uploads, downloads = Uploads(device), Downloads(device)
     size = 2000 if place.is_gpu else 20
     for step in range(20):
@@ -31,7 +31,7 @@ def test_what_is_copied_arrives_behind_the_work_before_it(place: Place) -> None:
 
 @ANYWHERE
 def test_a_graph_replays_over_the_memory_it_was_captured_with(place: Place) -> None:
-    device = place.seam()
+    device = place.device_api()
     source, target = (torch.zeros(8, device=place.device) for _ in range(2))
 
     def run() -> None:
@@ -48,7 +48,7 @@ def test_a_graph_replays_over_the_memory_it_was_captured_with(place: Place) -> N
 
 @ON_GPU
 def test_what_cannot_be_captured_leaves_all_else_as_it_was(place: Place) -> None:
-    device = place.seam()
+    device = place.device_api()
     source, target = torch.ones(8, device=place.device), torch.zeros(8, device=place.device)
     # The host waits for a number, which ends the capture.
     with pytest.raises(RuntimeError):
@@ -97,7 +97,7 @@ def test_choosing_tokens_waits_for_nothing_and_chooses_what_the_cpu_does(place: 
         if not place.is_gpu:
             pytest.skip("tests/parity/test_triton_deferred.py compares them in the interpreter")
         place.backend()
-    device = place.seam()
+    device = place.device_api()
     uploads, downloads = Uploads(device), Downloads(device)
     sampler = Sampler()
     sampler.launch(logits.clone().to(place.device), rows, uploads.send).read()

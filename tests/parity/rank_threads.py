@@ -76,7 +76,7 @@ class RankThreads:
 
     def _runner(self, parallel: TensorParallel) -> ModelRunner:
         """Started as an engine starts it."""
-        loaded = load(self._checkpoint, self._config, parallel=parallel, seam=self._devices[parallel.rank])
+        loaded = load(self._checkpoint, self._config, parallel=parallel, device_api=self._devices[parallel.rank])
         return start_runner(loaded, rendezvous=lambda: None, agree=lambda size: (size.num_blocks, size.num_slots))
 
     def _lead(self, lead: Callable[[ModelRunner], Result]) -> Result:

@@ -29,11 +29,11 @@ def load(
 
 
 def rebuilt(
-    runner: ModelRunner, seam: Device | None = None, num_blocks: int | None = None, **changes: Any
+    runner: ModelRunner, device_api: Device | None = None, num_blocks: int | None = None, **changes: Any
 ) -> ModelRunner:
     """Another runner of the same model: with other caches, on another device, or with other changes."""
-    if seam is not None:
-        changes["seam"] = seam
+    if device_api is not None:
+        changes["device_api"] = device_api
     if num_blocks is None:
         num_blocks = runner.config.num_kvcache_blocks
     assert num_blocks is not None

@@ -118,7 +118,7 @@ def config_of(case: Case, num_drafts: int = K, sizes: tuple[int, ...] = (2, 4)) 
 
 def captured(runner: ModelRunner, device: Device) -> ModelRunner:
     """A runner of the same model that has captured all graphs on the device."""
-    made = ModelRunner(dataclasses.replace(runner.loaded, seam=device), NUM_BLOCKS)
+    made = ModelRunner(dataclasses.replace(runner.loaded, device_api=device), NUM_BLOCKS)
     made.device_batch = DeviceBatch(device, made.config.max_num_seqs)
     assert made.graphs is not None
     while made.graphs.capture_next():

@@ -147,7 +147,7 @@ def rank_of(path: Path, parallel: TensorParallel, device: GraphDevice) -> ModelR
     """A rank, alone or of several, whose graphs may have 8, 4, 2 and 1 rows."""
     sizes = {"cudagraph_capture_sizes": (1, 2, 4, 8)}
     config = Config(num_kvcache_blocks=NUM_BLOCKS, max_model_len=256, max_num_seqs=64, compilation_config=sizes)
-    loaded = load(path, config, parallel=parallel, backend=CapturingBackend(), seam=device)
+    loaded = load(path, config, parallel=parallel, backend=CapturingBackend(), device_api=device)
     return ModelRunner(loaded, NUM_BLOCKS)
 
 

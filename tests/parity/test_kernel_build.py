@@ -51,8 +51,8 @@ with pytest.MonkeyPatch.context() as patch:
     runner = start_runner(loaded, rendezvous=lambda: None, agree=lambda fits: (fits.num_blocks, fits.num_slots))
     assert runner.graphs.captured_sizes == [2, 4]
     ahead = Ahead(runner)
-    ahead.device = loaded.seam
-    runner.device_batch = DeviceBatch(loaded.seam, 6)
+    ahead.device = loaded.device_api
+    runner.device_batch = DeviceBatch(loaded.device_api, 6)
     ahead.run(Sequence(prompt(3 + 20 * at, seed=at), 16, each, id=at) for at, each in enumerate(EACH_CHOICE))
 print(len(found), *sorted(compiled))
 """

@@ -49,7 +49,7 @@ class Replica:
         fields = {"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 64, "max_num_seqs": 8}
         config = Config.model_validate({**fields, "compilation_config": how})
         self.device = GraphDevice()
-        loaded = load(checkpoint, config, parallel=parallel, seam=self.device)
+        loaded = load(checkpoint, config, parallel=parallel, device_api=self.device)
         if fails:
             self.device.capture = partial(_refuse)  # type: ignore[method-assign]
         self.runner: ModelRunner = start_runner(loaded, rendezvous=lambda: None, agree=lambda size: (NUM_BLOCKS, 8))

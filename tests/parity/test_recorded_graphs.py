@@ -126,7 +126,7 @@ def test_every_architecture_is_among_them() -> None:
 def test_torchs_attention_to_selected_keys_is_not_captured(tmp_path: Path) -> None:
     runner = runner_of(checkpoint_of(compressed.VARIANTS[0], tmp_path), {"cudagraph_capture_sizes": (SIZE,)})
     triton.leave_to_torch(frozenset({"attention"}))
-    reason = why_no_graphs(dataclasses.replace(runner.loaded, seam=RecordingDevice()))
+    reason = why_no_graphs(dataclasses.replace(runner.loaded, device_api=RecordingDevice()))
     assert reason is not None
     assert "lengths that it reads on the host" in reason
 
@@ -139,7 +139,7 @@ def test_the_general_route_has_graphs_where_its_ropes_read_no_lengths(
     path = make_checkpoint(tmp_path, rope_parameters=LONG_ROPES[kind], max_position_embeddings=128)
     how, length = {"cudagraph_capture_sizes": (SIZE,)}, 256 if is_followed else 128
     runner = runner_for(path, compilation_config=how, max_model_len=length, model_impl="transformers")
-    reason = why_no_graphs(dataclasses.replace(runner.loaded, seam=RecordingDevice()))
+    reason = why_no_graphs(dataclasses.replace(runner.loaded, device_api=RecordingDevice()))
     assert (reason is not None) == is_followed
     if reason is not None:
         assert "set max_model_len to the original context" in reason
@@ -150,7 +150,7 @@ def test_the_general_route_has_graphs_where_no_cache_is_planned_on_the_host(
     foreign: Foreign, has_graphs: bool, tmp_path: Path
 ) -> None:
     runner = runner_for(foreign.checkpoint(tmp_path), model_impl="transformers")
-    reason = why_no_graphs(dataclasses.replace(runner.loaded, seam=RecordingDevice()))
+    reason = why_no_graphs(dataclasses.replace(runner.loaded, device_api=RecordingDevice()))
     assert (reason is None) == has_graphs
     assert has_graphs or "lengths that Kaon reads on the host" in str(reason)
 
