@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -98,18 +99,6 @@ def _checkpoints(arguments: list[str], command: str) -> int:
     return run(arguments, command)
 
 
-def _quantize(arguments: list[str], command: str) -> int:
-    from server.commands.quantize import run
-
-    return run(arguments)
-
-
-def _run_batch(arguments: list[str], command: str) -> int:
-    from server.commands.run_batch import run
-
-    return run(arguments)
-
-
 def _completion(arguments: list[str], command: str) -> int:
     """Print a completion script for a shell to evaluate: `eval "$(kaon completion bash)"`."""
     import argparse
@@ -137,24 +126,6 @@ def _completion(arguments: list[str], command: str) -> int:
     return _OK
 
 
-def _doctor(arguments: list[str], command: str) -> int:
-    from server.commands.doctor import run
-
-    return run(arguments)
-
-
-def _verify(arguments: list[str], command: str) -> int:
-    from server.commands.verify import run
-
-    return run(arguments)
-
-
-def _kernels(arguments: list[str], command: str) -> int:
-    from server.commands.kernels import run
-
-    return run(arguments)
-
-
 def _key(arguments: list[str], command: str) -> int:
     from server.commands.key import KeyCommandError, run
 
@@ -162,6 +133,16 @@ def _key(arguments: list[str], command: str) -> int:
         return run(arguments)
     except KeyCommandError as error:
         return _complain(f"kaon key: {error}", _BAD_USAGE if error.is_usage else _FAILED)
+
+
+def _of_module(name: str) -> Callable[[list[str], str], int]:
+    """Return the command of a module in `server.commands`, which is imported when the command runs."""
+
+    def run(arguments: list[str], command: str) -> int:
+        exit_code: int = import_module(f"server.commands.{name}").run(arguments)
+        return exit_code
+
+    return run
 
 
 def _version(arguments: list[str], command: str) -> int:
@@ -191,14 +172,14 @@ def _complain(sentence: str, exit_code: int) -> int:
 _COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "serve": _serve,
     "chat": _chat,
-    "run-batch": _run_batch,
-    "quantize": _quantize,
+    "run-batch": _of_module("run_batch"),
+    "quantize": _of_module("quantize"),
     "pull": _checkpoints,
     "list": _checkpoints,
     "rm": _checkpoints,
-    "doctor": _doctor,
-    "verify": _verify,
-    "kernels": _kernels,
+    "doctor": _of_module("doctor"),
+    "verify": _of_module("verify"),
+    "kernels": _of_module("kernels"),
     "key": _key,
     "completion": _completion,
     "--version": _version,
