@@ -171,6 +171,21 @@ class ToolCallParser(FedParser):
                 return True
         return False
 
+    def _end_call(self, *markers: str) -> Waiting[bool]:
+        """Read white space and one of `markers`, which end a call. Returns whether it was read; other text is content.
+
+        If the text ends here, or within a marker, it is read too.
+        """
+        feed = self._feed
+        feed.begin_record()
+        yield from feed.skip_whitespace()
+        if (yield from self._take_any(markers)):
+            feed.end_record()
+            return True
+        if not (yield from self._cut_off(*markers)):
+            self._record_is_content()
+        return False
+
     def _stream_object(self, end_marker: str = "", before: str = "", spelled: str = "") -> Waiting[bool]:
         """Pass on the next JSON value as arguments. Returns whether it was complete.
 

@@ -65,12 +65,7 @@ class GemmaParser(ToolCallParser):
             self._begin_call(name)
             self._add_arguments("{")
             if (yield from self._read_object()):
-                feed.begin_record()
-                yield from feed.skip_whitespace()
-                if (yield from feed.take_marker(self._form.end)):
-                    feed.end_record()
-                elif not (yield from self._cut_off(self._form.end)):
-                    self._record_is_content()
+                yield from self._end_call(self._form.end)
 
     def _read_object(self) -> Waiting[bool]:
         """Read the arguments after their opening bracket; returns whether they were complete.

@@ -102,12 +102,7 @@ class HarmonyParser(ToolCallParser):
             return (yield from self._say_body())
         self._begin_call(name)
         if character and (yield from self._stream_object(CALL)):
-            feed.begin_record()
-            yield from feed.skip_whitespace()
-            if (yield from feed.take_marker(CALL)) or (yield from feed.take_marker(END)):
-                feed.end_record()
-            elif not (yield from self._cut_off(CALL, END)):
-                self._record_is_content()
+            yield from self._end_call(CALL, END)
         return None
 
     def _think(self) -> Waiting[None]:

@@ -52,12 +52,7 @@ class JsonListParser(CallObjectParser):
                     self._record_is_content()
                     continue
             if is_whole and end:
-                feed.begin_record()
-                yield from feed.skip_whitespace()
-                if (yield from feed.take_marker(end)):
-                    feed.end_record()
-                elif not (yield from self._cut_off(end)):
-                    self._record_is_content()
+                yield from self._end_call(end)
 
 
 class ApertusParser(JsonListParser):

@@ -93,14 +93,7 @@ class KimiParser(ToolCallParser):
         self._ids.add(id)
         if not character or not (yield from self._stream_object(form.end)):
             return False
-        feed.begin_record()
-        yield from feed.skip_whitespace()
-        if (yield from feed.take_marker(form.end)):
-            feed.end_record()
-            return True
-        if not (yield from self._cut_off(form.end)):
-            self._record_is_content()
-        return False
+        return (yield from self._end_call(form.end))
 
 
 def _kimi_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:

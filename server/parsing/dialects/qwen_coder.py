@@ -58,12 +58,7 @@ class QwenXmlParser(MembersParser):
                 continue
             self._begin_call(name)
             if (yield from self._read_arguments(name)):
-                feed.begin_record()
-                yield from feed.skip_whitespace()
-                if (yield from feed.take_marker(self._form.end)):
-                    feed.end_record()
-                elif not (yield from self._cut_off(self._form.end)):
-                    self._record_is_content()
+                yield from self._end_call(self._form.end)
 
     def _read_key(self) -> Waiting[str | None]:
         feed = self._feed
