@@ -475,9 +475,7 @@ class InputBatch:
         self._num_read[slots] = positions + 1
         if inputs.has_drafts and inputs.states_after is not None:
             num_accepted = np.bincount(inputs.sampled_rows[accepted], minlength=len(inputs.slots))
-            further = np.maximum(num_accepted - 1, 0)
-            valid = self._valid_state[inputs.slots] + further
-            self._valid_state[inputs.slots] = valid % self._states_per_slot
+            self._advance_states(inputs.slots, num_accepted)
         if self._has_unread:
             # A row may have no accepted position.
             np.subtract.at(self._num_unread, inputs.sampled_slots, 1)
@@ -488,8 +486,12 @@ class InputBatch:
         """Replaces `store_tokens` where the operators have stored the accepted tokens of each row. # [B]"""
         self._num_read[inputs.slots] += num_accepted
         if inputs.states_after is not None:
-            valid = self._valid_state[inputs.slots] + np.maximum(num_accepted - 1, 0)
-            self._valid_state[inputs.slots] = valid % self._states_per_slot
+            self._advance_states(inputs.slots, num_accepted)
+
+    def _advance_states(self, slots: npt.NDArray[np.int64], num_accepted: npt.NDArray[np.int64]) -> None:
+        """Select the state after the accepted drafts of each slot. # 2 x [B]"""
+        valid = self._valid_state[slots] + np.maximum(num_accepted - 1, 0)
+        self._valid_state[slots] = valid % self._states_per_slot
 
     # Read by a drafter, after a step's tokens were stored.
 
