@@ -1,8 +1,9 @@
 """`InputOutputProcessor`: converts prompts to sequences for the engine core, and completed sequences to results.
 
 A prompt is rendered and tokenised, checked against the model's limits (`check`), and becomes one `NewSequence` for
-each of its choices (`new_sequences`), the only function that creates an `AddRequest`. The server calls these steps one
-by one, `LLMEngine` calls them together as `preprocess`. `FillIn` writes fill-in-the-middle prompts for code models.
+each of its choices (`new_sequences`). The server calls these steps one by one, `LLMEngine` calls them together as
+`preprocess`. Sequences that are pooled come from `engine.text.pooling`. `FillIn` writes fill-in-the-middle prompts for
+code models.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
