@@ -25,7 +25,7 @@ from engine.config.release import release
 from engine.config.server import ServerConfig
 from engine.config.settings import read_models
 from engine.distributed.logs import BARE, configure_logging
-from engine.distributed.processes import forbid_inspection, name_process, run_soon_when_woken
+from engine.distributed.processes import forbid_inspection, name_process
 from engine.text.sandbox import gaps
 from server.access_log import REQUEST_ID
 from server.limits.keys import ApiKeys
@@ -64,7 +64,6 @@ def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
         # This host needs no keys, but the same command line may contain them.
         return _run_node(_without_keys(config), manager)
     name_process("kaon-api")
-    run_soon_when_woken()
     sys.setswitchinterval(_SWITCH_SECONDS)
     _raise_open_files_limit()
     _set_up_logging(config.server_config)

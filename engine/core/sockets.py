@@ -18,7 +18,6 @@ import msgspec
 import zmq
 
 from engine.distributed.message_stream import MessageWriter
-from engine.distributed.processes import ZMQ_THREADS, run_soon_when_woken
 from engine.fair_shares import FairShares
 from engine.messages import (
     AbortRequests,
@@ -127,7 +126,6 @@ class CoreSockets:
             # No high-water mark: at the mark a DEALER blocks or drops messages, and none may be lost.
             self._input.set_hwm(0)
             self._input.connect(input_address)
-            run_soon_when_woken(ZMQ_THREADS)
         else:
             # Imported here, because cores on the front end's host do not need it.
             from engine.distributed import remote_core as core_call
@@ -156,7 +154,6 @@ class CoreSockets:
 
     def process_input_sockets(self) -> None:
         """Decode received messages into the input queue, until the context ends."""
-        run_soon_when_woken()
         array_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
         decoder = msgspec.msgpack.Decoder(Inbound)
         while True:

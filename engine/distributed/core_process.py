@@ -27,16 +27,7 @@ from engine.distributed.host_messages import CoreAddress
 from engine.distributed.host_resources import HostShare
 from engine.distributed.lockstep import LockstepMember
 from engine.distributed.message_stream import MessageReader
-from engine.distributed.processes import (
-    ENDED,
-    REMOVED,
-    ZMQ_THREADS,
-    family,
-    run_soon_when_woken,
-    starting_child,
-    stopped_process,
-    wait_or_kill,
-)
+from engine.distributed.processes import ENDED, REMOVED, family, starting_child, stopped_process, wait_or_kill
 from engine.messages import Failed
 from models.child_environment import code_environment, working_directory
 
@@ -136,7 +127,6 @@ class LocalTransport:
         try:
             self._input.set_hwm(0)
             self._input.bind(input_address)
-            run_soon_when_woken(ZMQ_THREADS)
         except BaseException:
             self.close()
             raise

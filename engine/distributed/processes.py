@@ -8,11 +8,9 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import platform
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -150,41 +148,6 @@ def _prctl(option: int, argument: bytes | int) -> None:
 
 
 _THREADS = "/proc/self/task"
-
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-_RESET_ON_FORK = 0x01
-_SLICE_NANOSECONDS = 100_000
-"""The shortest time slice that the kernel takes; the operators' threads have the same."""
-
-
-ZMQ_THREADS = "ZMQbg/IO"
-"""The beginning of the names of threads that send and receive for ZeroMQ."""
-
-
-def run_soon_when_woken(name: str = "") -> None:
-    """Let this thread, or threads of this process whose names begin with `name`, run soon after they are woken.
-
-    Where computing threads occupy all CPUs, a woken thread waits for the end of a slice, often the next tick. From
-    Linux 6.12 on, one with a short slice precedes them; other kernels ignore it. Its part of the time is unchanged.
-    Threads and processes that it starts later have the usual slices. They would also lose a negative nice value
-    (sched(7)), so a thread that has one keeps its slices.
-    """
-    number = _SCHED_SETATTR.get(platform.machine())
-    if number is None:
-        return
-    libc = ctypes.CDLL(None)
-    for thread in os.listdir(_THREADS) if name else ["0"]:
-        # A thread may end meanwhile, and a container may forbid the call: then the usual slices stay.
-        with contextlib.suppress(OSError):
-            if name and not Path(_THREADS, thread, "comm").read_text().startswith(name):
-                continue
-            policy = os.sched_getscheduler(int(thread)) & ~os.SCHED_RESET_ON_FORK
-            if policy == os.SCHED_OTHER:
-                nice = os.getpriority(os.PRIO_PROCESS, int(thread))
-                if nice < 0:
-                    continue
-                attributes = struct.pack("IIQiIQQQ", 48, policy, _RESET_ON_FORK, nice, 0, _SLICE_NANOSECONDS, 0, 0)
-                libc.syscall(number, int(thread), attributes, 0)
 
 
 def keep_threads_on(cpus: Collection[int], *, but: Collection[int] = ()) -> None:

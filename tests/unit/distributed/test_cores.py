@@ -3,17 +3,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from engine.distributed.host_resources import CorePlan, cpu_quota, own_cpus, physical_cores, plan_cores
-from engine.distributed.processes import run_soon_when_woken
-
-T = TypeVar("T")
 
 
 def machine(
@@ -172,42 +166,3 @@ assert os.sched_getaffinity(0) == rest == os.sched_getaffinity(thread.native_id)
 blocked.set()
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300, env={**os.environ})
-
-
-def _slice() -> int:
-    """The calling thread's time slice in nanoseconds; 0 if the kernel does not show it."""
-    try:
-        lines = Path("/proc/thread-self/sched").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[-1]) for line in lines if line.startswith("se.slice")), 0)
-
-
-@pytest.mark.skipif(not _slice(), reason="the kernel does not show slices (Linux 6.6 or later with SCHED_DEBUG)")
-def test_a_thread_that_others_wait_for_asks_for_short_slices_for_itself_alone() -> None:
-    def in_a_thread(ask: Callable[[], T]) -> T:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(ask).result()
-
-    def ask() -> tuple[int, int]:
-        run_soon_when_woken()
-        return _slice(), in_a_thread(_slice)
-
-    # The thread of the tests may have asked for short slices before. One that it starts has the usual ones.
-    before, usual = _slice(), in_a_thread(_slice)
-    own, of_child = in_a_thread(ask)
-    takes_slices = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 12)
-    assert own == (100_000 if takes_slices else usual)
-    assert of_child == usual
-    assert _slice() == before
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a negative nice value needs a privilege")
-def test_processes_keep_the_negative_nice_value_that_an_operator_gave_to_the_server() -> None:
-    program = (
-        "import os, subprocess, sys; from engine.distributed.processes import run_soon_when_woken; "
-        "os.setpriority(os.PRIO_PROCESS, 0, -5); run_soon_when_woken(); "
-        "subprocess.run([sys.executable, '-c', 'import os; print(os.getpriority(os.PRIO_PROCESS, 0))'], check=True)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "-5\n"
