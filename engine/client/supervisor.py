@@ -487,14 +487,14 @@ class Supervisor:
         """Process all received messages."""
         try:
             while self._links and (message := self._links[0].receive()) is not None:
-                self._take_in(message)
+                self._process(message)
         except BaseException:
             # The descriptor does not report again the messages that follow the one that raised.
             if self._loop is not None:
                 self._loop.call_soon(self._receive)
             raise
 
-    def _take_in(self, message: Outbound) -> None:
+    def _process(self, message: Outbound) -> None:
         match message:
             case StepOutputs():
                 # A message without statistics comes from the input thread, which runs even if the busy loop is
