@@ -98,14 +98,24 @@ def open_store(config: ServerConfig) -> BatchStore:
                 f"data_dir is {folder}, which cannot be used: {error.strerror}; let this user write to it, or give "
                 "another directory"
             ) from error
-    states = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    existing = next(each for each in (states, *states.parents) if each.exists())
-    if config.port and os.access(existing, os.W_OK):
+    default = _folder_of_port(config.port) if config.port else None
+    if default is not None:
         try:
-            return _store(states / "kaon" / f"port-{config.port}", config)
+            return _store(default, config)
         except OSError as error:
             _log.warning("batches do not survive a restart, because %s", error)
     return _store(None, config)
+
+
+def _folder_of_port(port: int) -> Path | None:
+    """Return the folder of a server without `data_dir`; None if this user has no home or cannot write there."""
+    states = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
+    if not os.path.isabs(states):
+        return None
+    folder = Path(states, "kaon", f"port-{port}")
+    # `Path.exists` would raise for a folder that this user may not search, such as another user's home.
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    return folder if os.access(existing, os.W_OK) else None
 
 
 def _store(folder: Path | None, config: ServerConfig) -> BatchStore:
@@ -170,7 +180,8 @@ class BatchRunner:
         if task is None:
             return await asyncio.to_thread(self.store.batch, id, batch.owner)
         cancelled = await asyncio.to_thread(self.store.update, id, "cancelling")
-        if cancelled.status == "cancelling" != batch.object.status:
+        # A second cancellation would interrupt the writing of the answers.
+        if cancelled.status == "cancelling" != batch.object.status and not task.cancelling():
             task.cancel()
         return cancelled
 

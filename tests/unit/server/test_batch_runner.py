@@ -114,6 +114,30 @@ async def test_a_batch_that_is_cancelled_while_the_store_writes_has_each_line_on
     await runner.close()
 
 
+async def test_a_batch_that_is_cancelled_twice_at_once_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, jobs = BatchStore(tmp_path, 10**6), Jobs(Accounts())
+    app = App()
+    app.refused = {"a"}
+    batch, runner = add(store, list("abc")), BatchRunner(store, app, lambda: 0, 4, jobs.batches, Owner.of_key)
+    runner.run(batch)
+    while store.batch(batch.object.id, batch.owner).status != "in_progress":
+        await asyncio.sleep(0.005)
+    # Another batch is written meanwhile.
+    written = threading.Event()
+    other = asyncio.create_task(jobs.batches.run(Owner("other"), lambda: written.wait(20)))
+    gate = Gate(store, "update", "cancelling", monkeypatch)
+    cancelling = [asyncio.create_task(runner.cancel(batch)) for _ in range(2)]
+    await gate.wait()
+    gate.opened.set()
+    await asyncio.gather(*cancelling)
+    await asyncio.sleep(0.05)
+    written.set()
+    await other
+    await asyncio.wait_for(until_ended(store, batch), 10)
+    assert store.batch(batch.object.id, batch.owner).status == "cancelled"
+    await runner.close()
+
+
 async def test_a_server_that_ends_while_the_output_is_written_loses_no_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -488,6 +488,29 @@ def test_a_port_has_its_folder_and_a_temporary_one_ends_with_the_server(
         open_store(ServerConfig(data_dir=str(tmp_path / "kaon" / "port-8123")))
 
 
+def test_a_home_that_cannot_be_used_makes_the_store_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, stat = tmp_path / "home", os.stat
+    (home / ".local" / "state" / "kaon").mkdir(parents=True)
+
+    def looked_up(path: Any, *arguments: Any, **keywords: Any) -> os.stat_result:
+        if str(path).startswith(f"{home}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *arguments, **keywords)
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    # A home that only its owner may search, a folder of another user in one's own, and no home.
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", looked_up)
+        patched.setattr(os, "access", lambda path, mode: path != home)
+        assert open_store(ServerConfig(port=8123))._is_temporary
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda path, mode: path.name != "kaon")
+        assert open_store(ServerConfig(port=8123))._is_temporary
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert open_store(ServerConfig(port=8123))._is_temporary
+
+
 def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "data", 10**6)
     batch = add_batch(store, THREE, tmp_path)
