@@ -119,11 +119,14 @@ async def delete_message_batch(http: Request, batch_id: str) -> Response:
 async def message_batch_results(http: Request, batch_id: str) -> Response:
     """Return the results of an ended batch, one per line."""
     store, owner = runner_of(http).store, owner_of(http.scope).key or ""
-    batch = await asyncio.to_thread(store.batch, batch_id, owner)
-    if batch.status not in BATCH_ENDED:
-        raise BadRequest(f"{batch_id} has not ended; its results can be read when it has")
-    outputs = [store.path(id, owner) for id in (batch.output_file_id, batch.error_file_id) if id is not None]
-    return StreamingResponse(_results(outputs), media_type="application/x-jsonl")
+
+    def outputs() -> list[Path]:
+        batch = store.batch(batch_id, owner)
+        if batch.status not in BATCH_ENDED:
+            raise BadRequest(f"{batch_id} has not ended; its results can be read when it has")
+        return [store.path(id, owner) for id in (batch.output_file_id, batch.error_file_id) if id is not None]
+
+    return StreamingResponse(_results(await asyncio.to_thread(outputs)), media_type="application/x-jsonl")
 
 
 def _results(outputs: list[Path]) -> Iterator[bytes]:

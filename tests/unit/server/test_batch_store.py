@@ -4,13 +4,17 @@ import errno
 import json
 import os
 import sqlite3
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import Request
+from fastapi.responses import StreamingResponse
 
 from engine.config.server import ServerConfig
 from server.batches.runner import MAX_LINES, Pace, open_store, read_lines
@@ -27,6 +31,8 @@ from server.batches.store import (
     output_line,
 )
 from server.errors import BadRequest, ShuttingDown
+from server.limits.owners import Owner
+from server.routes import message_batches
 from server.schemas.batches import BatchUsage, CachedTokens, ReasoningTokens
 
 CHAT = "/v1/chat/completions"
@@ -243,6 +249,27 @@ def test_lines_that_are_not_done_are_errors_of_a_batch_that_ends(status: Any, co
     assert ended.error_file_id is not None
     errors = [json.loads(line) for line in store.path(ended.error_file_id, "me").read_text().splitlines()]
     assert [(error["custom_id"], error["error"]["code"]) for error in errors] == [("a", code), ("c", code)]
+
+
+async def test_the_event_loop_never_waits_for_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start of a batch with many lines holds its lock for a tenth of a second, which all streams would wait."""
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    store.finish(batch, "cancelled")
+    monkeypatch.setattr(message_batches, "runner_of", lambda http: SimpleNamespace(store=store))
+    query, in_loop = store._query, []
+
+    def queried(*arguments: Any) -> list[sqlite3.Row]:
+        in_loop.append(threading.current_thread() is threading.main_thread())
+        return query(*arguments)
+
+    monkeypatch.setattr(store, "_query", queried)
+    http = Request({"type": "http", "state": {"owner": Owner("me", key="me")}})
+    results = await message_batches.message_batch_results(http, batch.object.id)
+    assert isinstance(results, StreamingResponse)
+    assert len([line async for line in results.body_iterator]) == 3
+    assert len(in_loop) == 2
+    assert not any(in_loop)
 
 
 def test_a_server_that_was_killed_leaves_what_was_recorded_and_no_output_twice(tmp_path: Path) -> None:
