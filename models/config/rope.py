@@ -202,7 +202,14 @@ def rotated_whole(config: Fields) -> Fields:
     `partial_rotary_factor` says: transformers reads that field for some architectures and ignores it for the others.
     """
     values = dict(config.values)
-    if _rope_type(_rope_fields(config)) == "default":
+    by_kind = values.get("rope_parameters")
+    if isinstance(by_kind, dict) and any(isinstance(each, dict) for each in by_kind.values()):
+        # The field belongs to each kind of layer whose rope has none.
+        share = {"partial_rotary_factor": values.pop("partial_rotary_factor", None)}
+        values["rope_parameters"] = {
+            kind: {**share, **each} if isinstance(each, dict) else each for kind, each in by_kind.items()
+        }
+    elif _rope_type(_rope_fields(config)) == "default":
         values.pop("partial_rotary_factor", None)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(values.get(name), dict):

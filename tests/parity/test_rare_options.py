@@ -60,6 +60,7 @@ def test_a_rare_option_is_computed_as_transformers_does(option: str, tmp_path: P
 
 _IGNORED: dict[str, dict[str, Any]] = {
     "Exaone4ForCausalLM": {"attention_bias": True},
+    "Gemma4ForCausalLM": {"partial_rotary_factor": 0.5},
     "MiniMaxM2ForCausalLM": {"attention_bias": True},
     "MistralForCausalLM": {"attention_bias": True, "use_sliding_window": True},
     "MixtralForCausalLM, sliding window": {"attention_bias": True, "use_sliding_window": True},
