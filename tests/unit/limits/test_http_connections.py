@@ -1143,8 +1143,8 @@ async def test_nothing_is_left_of_connections_that_made_room_at_once() -> None:
         await until(lambda: edge.num_accepted() == 100)
         for each in clients:
             each.close()
-        await until(lambda: not edge.state.connections)
-        assert len(edge.connections) == 0
+        # A connection is counted before it has a protocol, so both may be empty one after the other.
+        await until(lambda: not edge.state.connections and not len(edge.connections))
 
 
 # -- TLS --------------------------------------------------------------------------------------------------------------

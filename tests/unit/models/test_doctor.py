@@ -49,7 +49,7 @@ ROCM: dict[str, Any] = {**HEALTHY, "build": "ROCm 7.0", "has_kfd": True, "triton
             "aiter is installed, but not used for norm and activation: it hung",
         ),
         ({**ROCM, "gpus": (GPU, GPU), "shared_memory_mib": 64.0}, "/dev/shm has 64 MiB, .*--ipc host"),
-        ({**ROCM, "gpus": (GPU,), "has_numa_balancing": True}, "GPUs may hang.* sysctl kernel.numa_balancing=0"),
+        ({**ROCM, "gpus": (GPU,), "has_numa_balancing": True}, "may make GPUs hang.* sysctl kernel.numa_balancing=0"),
         ({**HEALTHY, "cpu_library": None}, "without a C compiler; install gcc or clang"),
         ({**HEALTHY, "cpu_isa_problem": "KAON_CPU_ISA is sse"}, "KAON_CPU_ISA is sse"),
         ({**HEALTHY, "memory_gib": 0.5}, "0.5 GiB of memory are available"),
