@@ -229,8 +229,8 @@ REFUSALS = {"refused_bodies": 400, "adapters": 403, "refused_embeddings": 404}
 """The status of all answers to loads that are refused for what they ask. Answers to others have 200."""
 
 _NO_ANSWER = 0
-_OVER_LIMITS = {_NO_ANSWER, 429}
-"""Statuses that any load may get next to others."""
+_OVER_LIMITS = {_NO_ANSWER, 429, 503}
+"""Statuses that any load may get next to others, 503 where the server serves as many connections as it may."""
 
 
 async def _send(url: str, model: str, names: Sequence[str], keys: Sequence[str]) -> None:
@@ -282,7 +282,8 @@ def sent_to(server: ChaosServer, model: str, loads: Sequence[str], keys: Sequenc
     for load, numbers in json.loads(answers).items():
         statuses, expected = set(map(int, numbers)), REFUSALS.get(load, 200)
         assert statuses <= {expected, *_OVER_LIMITS}, (load, numbers)
-        assert len(loads) > 1 or expected in statuses, (load, numbers)
+        # A load that is sent for a few seconds, such as batches, may have had no answer so far.
+        assert len(loads) > 1 or not numbers or expected in statuses, (load, numbers)
 
 
 class FairShare(NamedTuple):

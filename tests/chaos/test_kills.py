@@ -36,8 +36,6 @@ VICTIM: dict[str, Any] = {
 _PARTS = 20
 """Parts of the victim's stream after which a process is killed."""
 _PROBE_SECONDS = 0.05
-_LOAD_SECONDS = 6
-"""Seconds in which each kind of load gets an answer, at the least: a batch runs for two before it is cancelled."""
 _MORE_DESCRIPTORS = 16
 """Descriptors that an attack may leave open: of threads, of files that are read again, and of the next probes."""
 _MORE_BYTES = 256 * 2**20
@@ -107,11 +105,9 @@ async def attacked(name: str, server: ChaosServer) -> AsyncIterator[None]:
     if name in LOADS:
         context = sent_to(server, MODEL, [name], HEAVY)
         await asyncio.to_thread(context.__enter__)
-        end = time.monotonic() + _LOAD_SECONDS
         try:
             await asyncio.sleep(1)
             yield
-            await asyncio.sleep(end - time.monotonic())
         finally:
             await asyncio.to_thread(context.__exit__, None, None, None)
     else:
