@@ -7,7 +7,7 @@ from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaAttention, LlamaForCausalLM
-from models.architectures.registry import ConfigFacts, architecture
+from models.architectures.registry import ALWAYS_WINDOWED, ConfigFacts, architecture
 from models.attention.context import get_forward_context
 from models.config.fields import Fields
 from models.layers.rotary import position_scales
@@ -44,7 +44,7 @@ class Ministral3Attention(LlamaAttention):
         return self.growth.scales()
 
 
-_FACTS = ConfigFacts(defaults={"head_dim": 128}, fixed={"use_sliding_window": None}, bias_field="", is_windowed=True)
+_FACTS = ConfigFacts(defaults={"head_dim": 128}, fixed=ALWAYS_WINDOWED, bias_field="", is_windowed=True)
 
 
 @architecture("Ministral3ForCausalLM", _FACTS)

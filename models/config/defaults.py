@@ -231,6 +231,8 @@ _FIXED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embeddings.weight")
 _NUM_SAMPLES = 64
+_MOST_HEADER_BYTES = 100_000_000
+"""As safetensors allows."""
 _ROPES = frozenset({"rope_parameters", "rope_scaling"})
 
 
@@ -264,7 +266,7 @@ def has_own_head(checkpoint: Path) -> bool:
         own = _sampled(checkpoint / files[head], head)
         others = (_sampled(checkpoint / files[name], name) for name in files if name.endswith(_EMBEDDINGS))
         return any(other[:2] == own[:2] and other[2] != own[2] for other in others)
-    except (SafetensorError, OSError, ValueError, KeyError):
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
         return False
 
 
@@ -272,6 +274,8 @@ def _sampled(file: Path, name: str) -> tuple[str, list[int], bytes]:
     """A tensor's type, its shape, and the bytes of some of its rows."""
     with file.open("rb") as data:
         size = int.from_bytes(data.read(8), "little")
+        if size > _MOST_HEADER_BYTES:
+            raise ValueError(f"the header of {file} has {size} bytes")
         header = json.loads(data.read(size))[name]
         first, end = header["data_offsets"]
         shape: list[int] = header["shape"]
