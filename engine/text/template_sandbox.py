@@ -134,7 +134,8 @@ def render_untrusted(
             output = process.communicate(_encoded(job))[0]
     if watch.is_abandoned:
         raise ValueError(_ABANDONED)
-    answer = output.decode("utf-8", "surrogatepass")
+    # What a process wrote until it was killed may be a part of its answer.
+    answer = "" if process.returncode else output.decode("utf-8", "surrogatepass")
     if answer.startswith("+"):
         return answer[1:]
     if not answer and time.monotonic() - began >= _WALL_SECONDS:

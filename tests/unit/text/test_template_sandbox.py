@@ -4,6 +4,7 @@ import asyncio
 import math
 import subprocess
 import threading
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -145,6 +146,17 @@ def test_one_that_is_abandoned_before_it_begins_is_not_rendered(monkeypatch: pyt
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(ValueError, match="was cancelled"):
         render_untrusted("a", {}, HELLO, None, True, {}, watch)
+
+
+def test_text_that_a_killed_process_wrote_in_part_is_no_prompt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf '+the first part'\nkill -9 $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(template_sandbox.sys, "executable", str(python))
+    with pytest.raises(ValueError, match="took more than"):
+        render("a")
 
 
 def test_one_for_which_the_machine_is_too_busy_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
