@@ -101,6 +101,13 @@ class Accounts:
         """Return the use of a resource by each owner whose use is not 0."""
         return MappingProxyType(self._uses[resource])
 
+    def is_crowded_by(self, party: str, resource: Resource, bound: int) -> bool:
+        """Whether all owners together use more than `bound` of a resource, and this one at least its equal part of
+        `bound`."""
+        if self._totals[resource] <= bound:
+            return False
+        return self.used(party, resource) * len(self._uses[resource]) >= bound
+
     def largest_user(self, resource: Resource) -> str:
         """Return the owner that uses most of a resource. Raises `ValueError` if no owner uses it."""
         uses = self._uses[resource]

@@ -45,8 +45,8 @@ _MAX_REPEATED_LOGPROBS = 2**20
 """Most log probabilities of tokens in a stream whose last events repeat them all: those of a response four times."""
 
 _MAX_UNREAD_BYTES = 2**29
-"""Unread bytes of all streams, beyond which a full stream of an owner that holds its equal part of them is ended. They
-add up: a paused stream holds no slot of the engine, so that another one runs."""
+"""Unread bytes of all streams, beyond which a stream that grows is ended if its owner holds an equal part of them.
+They add up: a stream that is paused or complete holds no slot of the engine, so that another one runs."""
 
 _MANY_LOGPROBS = 4096
 """More log probabilities are rendered in a thread, so that other streams continue meanwhile."""
@@ -252,7 +252,7 @@ class Generation:
     def _new_stream(self) -> DeltaStream:
         accounts, party = self._hub.admission.accounts, self._owner.party
         self._stream = DeltaStream(
-            self._settings.stream_buffer_bytes,
+            lambda: 0 if self._is_crowded else self._settings.stream_buffer_bytes,
             self._on_full,
             self._on_drained,
             lambda num_bytes: accounts.change(party, "stream_bytes", num_bytes),
@@ -290,11 +290,15 @@ class Generation:
         self._hub.cancel(self._states)
         results.fail(_many_logprobs("answer", _MAX_ANSWER_LOGPROBS, ", or for a stream"))
 
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether too much is unread in all streams, and this owner holds its equal part of it."""
+        accounts = self._hub.admission.accounts
+        return accounts.is_crowded_by(self._owner.party, "stream_bytes", _MAX_UNREAD_BYTES)
+
     def _on_full(self, stream: DeltaStream) -> None:
         """Pause or end the sequences because the client reads `stream` too slowly."""
-        accounts = self._hub.admission.accounts
-        own, num_owners = accounts.used(self._owner.party, "stream_bytes"), len(accounts.users("stream_bytes"))
-        is_crowded = accounts.total("stream_bytes") > _MAX_UNREAD_BYTES <= own * num_owners
+        is_crowded = self._is_crowded
         action = "end" if is_crowded else self._settings.slow_readers
         self._hub.metrics.slow_reader(action)
         if action == "pause":

@@ -245,12 +245,13 @@ class DeltaStream:
 
     def __init__(
         self,
-        max_bytes: float,
+        max_bytes: Callable[[], float],
         on_full: Callable[["DeltaStream"], object],
         on_drained: Callable[[], object],
         on_growth: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
-        """`max_bytes` bounds the backlog approximately. The backlog has all waiting deltas but the first per sequence.
+        """`max_bytes` returns the present, approximate bound of the backlog, which has all waiting deltas but the
+        first per sequence.
 
         `on_growth` is called with the change of the backlog in bytes.
         """
@@ -288,7 +289,7 @@ class DeltaStream:
         size = _size(delta)
         self._num_bytes += size
         self._on_growth(size)
-        if self._num_bytes > self._max_bytes and len(backlog) >= _MIN_BACKLOG and not self._is_full:
+        if len(backlog) >= _MIN_BACKLOG and not self._is_full and self._num_bytes > self._max_bytes():
             self._is_full = True
             self._on_full(self)
 

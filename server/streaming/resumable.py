@@ -244,9 +244,7 @@ class ResumableStreams:
 
     def _limit(self, owner: Owner) -> int:
         """Return how many bytes of a stream of the owner may be stored now."""
-        accounts, resource = self._accounts, _CONNECTED
-        own, num_owners = accounts.used(owner.party, resource), len(accounts.users(resource))
-        is_crowded = accounts.total(resource) > _MAX_CONNECTED_BYTES <= own * num_owners
+        is_crowded = self._accounts.is_crowded_by(owner.party, _CONNECTED, _MAX_CONNECTED_BYTES)
         return _LEAST_BYTES if is_crowded else self._max_bytes
 
     def _count(self, stream: _Stream) -> None:

@@ -352,7 +352,7 @@ async def test_a_paused_request_that_is_late_ends() -> None:
 async def test_log_probabilities_count_as_bytes() -> None:
     def steps_until_full(alternatives: int) -> int:
         full: list[object] = []
-        stream = DeltaStream(100_000, full.append, lambda: None)
+        stream = DeltaStream(lambda: 100_000, full.append, lambda: None)
         logprobs = [TokenLogprobs(5, -1.0, (5,) * alternatives, (-1.0,) * alternatives)]
         for step in range(10_000):
             stream.put(0, RequestDelta("a", [5], logprobs))
@@ -396,6 +396,24 @@ async def test_beyond_what_all_streams_may_hold_those_of_the_owner_that_holds_mo
     assert not accounts.total("stream_bytes")
 
 
+async def test_streams_that_are_not_full_add_up_to_that_bound_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A complete stream keeps what its client has not read, too, and never becomes full."""
+    monkeypatch.setattr(generation, "_MAX_UNREAD_BYTES", 20_000)
+    front = FrontEnd(stream_buffer_bytes=2**20)
+    accounts, owner = front.admission.accounts, Owner.of_address("10.0.0.7")
+    streams = []
+    for _ in range(20):
+        streams.append(front.generation(time.monotonic(), owner=owner))
+        _ = streams[-1].events(renderer())
+        for _ in range(20):
+            front.core.step()
+    assert front.count('kaon_slow_readers_total{action="end"}')
+    assert accounts.total("stream_bytes") < 20_000 + 20 * 8 * 400
+    for each in streams:
+        each.end()
+    assert not accounts.total("stream_bytes")
+
+
 async def test_what_a_client_has_not_read_is_accounted_to_its_owner_and_leaves_with_it() -> None:
     front = FrontEnd(stream_buffer_bytes=2**20)
     accounts, owner = front.admission.accounts, Owner.of_address("10.0.0.7")
@@ -418,7 +436,7 @@ async def test_what_a_client_has_not_read_is_accounted_to_its_owner_and_leaves_w
 
 async def test_silent_tokens_are_no_readers_fault() -> None:
     full: list[object] = []
-    stream = DeltaStream(1024, full.append, lambda: None)
+    stream = DeltaStream(lambda: 1024, full.append, lambda: None)
     for _ in range(1000):
         stream.put(0, RequestDelta("", [5]))
     assert not full

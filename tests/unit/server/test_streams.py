@@ -67,7 +67,7 @@ def hub(core: FakeCore) -> Hub:
 
 def delta_stream() -> DeltaStream:
     """A request whose client may lag without limit."""
-    return DeltaStream(math.inf, lambda _: None, lambda: None)
+    return DeltaStream(lambda: math.inf, lambda _: None, lambda: None)
 
 
 def submit(hub: Hub, sequences: list[NewSequence], consumer: Consumer) -> None:
