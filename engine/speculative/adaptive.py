@@ -579,6 +579,8 @@ class DraftPlan:
         num_prompt_tokens = batch.total_tokens_num - num_rows - num_drafts
         takes_part = self._by_model and bool(batch.num_next_drafts)
         is_plain = not (takes_part or num_drafts)
+        # Before the step is learnt, since one that is interrupted would else be as long as expected.
+        usual = self._usual_seconds(batch, num_rows + num_drafts, num_prompt_tokens, num_rounds)
         if num_prompt_tokens:
             without = self._seconds_without_prompts(batch, num_rows + num_drafts)
             self.costs.note_prompts(num_prompt_tokens, seconds - without, is_plain=is_plain)
@@ -591,8 +593,7 @@ class DraftPlan:
             # Steps that were scheduled before the gate opened or closed belong to neither kind of block.
             usual_rows = self.gate.usual_rows(batch.total_seqs_num) if self.gate.is_open else 0.0
             plain = self.costs.plain_seconds(num_rows, num_generated, num_prompt_tokens, usual_rows)
-            usual = self._seconds_without_prompts(batch, num_rows + num_drafts)
-            usual += (self.costs.prompts(num_prompt_tokens, is_plain=False) or 0.0) / num_rounds
+            usual = usual or self._usual_seconds(batch, num_rows + num_drafts, num_prompt_tokens, num_rounds)
             self.gate.note(
                 batch.total_seqs_num,
                 seconds / num_rounds,
@@ -608,6 +609,15 @@ class DraftPlan:
         if not num_tokens:
             return 0.0
         return self.costs.with_drafting(num_tokens, sum(map(bool, next_drafts)), max(next_drafts, default=0))
+
+    def _usual_seconds(self, batch: ScheduledBatch, num_tokens: int, num_prompt_tokens: int, num_rounds: int) -> float:
+        """The expected duration of a round, with drafting and its part of the prompts; 0 if it is not known."""
+        decodes, prompts = self._seconds_without_prompts(batch, num_tokens), 0.0
+        if num_prompt_tokens:
+            prompts = self.costs.prompts(num_prompt_tokens, is_plain=False) or 0.0
+        if (num_tokens and not decodes) or (num_prompt_tokens and not prompts):
+            return 0.0
+        return decodes + prompts / num_rounds
 
     def plan(self, seqs: Rows[Sequence], room: int, num_steps: int = 1) -> None:
         """Plan the drafts of a step's sequences, at most `room` in total, and of the next steps.

@@ -38,6 +38,10 @@ class Simulation:
         self.seconds = 0.0
         self.verified: list[int] = []
 
+    def add(self, num_rows: int) -> None:
+        self.seqs += [Sequence([1], 16, SamplingParams(), id=len(self.seqs) + row) for row in range(num_rows)]
+        self._drafts += [0] * num_rows
+
     def run(self, steps: int) -> float:
         """Ratio of the tokens per second of `steps` steps to those of plain steps."""
         tokens, self.seconds = 0, 0.0
@@ -529,6 +533,24 @@ def test_a_long_interruption_does_not_end_drafts_that_pay() -> None:
     assert gate.is_open
     gate.note(8, 45.0, 0.001, usual=0.0005)
     assert sum(run_gate(gate, 100, 0.5)) > 85
+
+
+def test_an_interruption_of_the_first_step_of_more_tokens_does_not_end_drafts_that_pay() -> None:
+    """Its duration was what such a step was expected to take, so drafts owed a second, which 280 s repay."""
+    pause = 0.0
+
+    def step(tokens: int) -> float:
+        nonlocal pause
+        paused, pause = (pause, 0.0) if tokens > 30 else (0.0, pause)
+        return 0.001 + 0.00005 * tokens + paused
+
+    simulation = Simulation(5, lambda _: 0.95, step=step, drafting=lambda rows, depth: 0.0001 * depth, by_model=True)
+    simulation.run(600)
+    pause = 1.0
+    simulation.add(3)
+    simulation.run(100)
+    assert not pause
+    assert simulation.run(1000) > 1.5
 
 
 def test_a_long_interruption_of_plain_steps_does_not_keep_drafts_that_lose() -> None:
