@@ -108,6 +108,30 @@ def test_a_key_finds_its_own_prefixes_and_those_of_its_group_and_no_others(team:
     assert cached(team, "second") == found
 
 
+def test_a_response_is_read_continued_cancelled_and_deleted_by_its_key_only(team: Team) -> None:
+    fields = {"model": MODEL, "input": "Hi", "max_output_tokens": 1}
+    stored = team.ask("light", "/v1/responses", **fields).json()
+    path = f"/v1/responses/{stored['id']}"
+    with team.http("light") as mine, team.http("other") as yours:
+        answers = [
+            yours.get(path),
+            yours.get(f"{path}/input_items"),
+            yours.post(f"{path}/cancel"),
+            yours.delete(path),
+        ]
+        assert [answer.status_code for answer in answers] == [404] * 4
+        for other, words in (
+            ({"previous_response_id": stored["id"]}, "not found"),
+            ({"input": [{"type": "item_reference", "id": stored["output"][0]["id"]}]}, "no stored response has"),
+        ):
+            refused = yours.post("/v1/responses", json={**fields, **other})
+            assert refused.status_code == 400, refused.text
+            assert words in refused.json()["error"]["message"]
+            assert mine.post("/v1/responses", json={**fields, **other}).status_code == 200
+        assert mine.get(path).json()["id"] == stored["id"]
+        assert [mine.delete(path).status_code, mine.get(path).status_code] == [200, 404]
+
+
 @pytest.mark.slow  # Shares of connections: tests/unit/limits/test_connections.py.
 def test_a_key_that_holds_connections_leaves_some_to_others(tmp_path: Path) -> None:
     """Readers of one background response wait in no queue, and each of them is served while it runs."""

@@ -301,7 +301,7 @@ def test_parameters_are_checked(client: openai.OpenAI, server: KaonServer, path:
     assert said in answer.json()["error"]["message"]
 
 
-@pytest.mark.slow  # Owners: tests/unit/responses/test_responses_store.py.
+@pytest.mark.slow  # Owners: tests/e2e/test_http_owners.py; bounds: tests/unit/responses/test_responses_store.py.
 def test_a_response_belongs_to_the_key_that_made_it(start_server: Callable[..., KaonServer], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
