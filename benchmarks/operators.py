@@ -94,7 +94,7 @@ def _run(config: Config, runner: ModelRunner, timed: _Timed, rows: int, length: 
     scheduler = Scheduler(config)
     params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
     for row in range(rows):
-        tokens = [3 + (7 * row + 11 * place) % 1500 for place in range(length)]
+        tokens = [3 + (7 * row + 11 * position) % 1500 for position in range(length)]
         scheduler.add(EngineSequence(tokens, config.kv_cache_block_size, params, id=row))
     found = []
     for _ in range(steps):

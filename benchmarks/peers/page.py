@@ -106,8 +106,8 @@ for GPUs, give pip an index of CPU builds (`PIP_EXTRA_INDEX_URL`) first. Measure
 `.peers/results.jsonl`, and the servers' output in `.peers/logs/`.
 
 - **vLLM** is its build for CPUs. `libtcmalloc-minimal4` has to be installed, as its documentation asks. torchvision,
-  torchaudio and torchcodec are removed, without which it does not start here, and its metadata is copied to the name
-  `vllm`, by which it looks for it. Its first start compiles, and fills a cache for later ones.
+  torchaudio and torchcodec are removed, without which it does not start here. It looks for the metadata of a
+  package `vllm`, so that its own is copied to that name. Its first start compiles, and fills a cache for later ones.
 - **OpenVINO GenAI** has no server in the registry; OpenVINO Model Server is no package of it.
   `benchmarks/peers/inside/openvino_server.py` is a thin front of its continuous batching pipeline: no more than a
   prompt's way in and the tokens' way out.
