@@ -612,10 +612,9 @@ class DraftPlan:
 
     def _usual_seconds(self, batch: ScheduledBatch, num_tokens: int, num_prompt_tokens: int, num_rounds: int) -> float:
         """The expected duration of a round, with drafting and its part of the prompts; 0 if it is not known."""
-        decodes, prompts = self._seconds_without_prompts(batch, num_tokens), 0.0
-        if num_prompt_tokens:
-            prompts = self.costs.prompts(num_prompt_tokens, is_plain=False) or 0.0
-        if (num_tokens and not decodes) or (num_prompt_tokens and not prompts):
+        decodes = self._seconds_without_prompts(batch, num_tokens)
+        prompts = self.costs.prompts(num_prompt_tokens, is_plain=False)
+        if (num_tokens and not decodes) or prompts is None:
             return 0.0
         return decodes + prompts / num_rounds
 

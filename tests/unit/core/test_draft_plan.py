@@ -553,6 +553,17 @@ def test_an_interruption_of_the_first_step_of_more_tokens_does_not_end_drafts_th
     assert simulation.run(1000) > 1.5
 
 
+def test_a_step_whose_prompt_cost_nothing_counts_as_long_as_it_took() -> None:
+    """A step with the few tokens that a prefix hit leaves may take less time than its decodes were expected to."""
+    plan = DraftPlan(K, by_model=True)
+    plan.costs.note_step(8, 0.001)
+    plan.costs.note_step(32, 0.002)
+    plan.costs.note_drafting(DraftWork(0.001, 8, 3))
+    plan.note_step(step_of(8, [3] * 8, [3] * 8, prefills=1, prompts=1), 0.0025, 8)
+    assert plan.costs.prompts(1, is_plain=False) == 0.0
+    assert plan.gate._block.seconds == 0.0025
+
+
 def test_a_long_interruption_of_plain_steps_does_not_keep_drafts_that_lose() -> None:
     gate = DraftGate()
     run_gate(gate, 3, 1.5)
