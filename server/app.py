@@ -89,7 +89,13 @@ def create_app(
     app.state.responses = service
     lines = settings.batch_concurrency or min(32, max(1, config.max_num_seqs // 2))
     app.state.batches = batches = BatchRunner(
-        open_store(settings), app.answer, lambda: models.num_live, lines, shared.jobs.batches, keys.holder
+        open_store(settings),
+        app.answer,
+        lambda: models.num_live,
+        lines,
+        shared.jobs.batches,
+        keys.holder,
+        lambda: models.max_request_bytes,
     )
     error_answers.install(app)
     routers = [ENDPOINTS[name].router for name in ENDPOINTS]

@@ -37,7 +37,10 @@ MAX_LINES = 50_000
 """Most requests in a batch (OpenAI's limit)."""
 
 MAX_LINE_BYTES = 33 * 2**20
-"""Longest line in bytes: the largest default of a request body, and the members around the body."""
+"""Longest line in bytes where no server sets the largest body: the largest default, and the members around it."""
+
+_AROUND_BODY_BYTES = 2**16
+"""Most bytes of a line around its body."""
 
 _MAX_ERRORS = 100
 """Most invalid lines that a failed batch reports."""
@@ -138,12 +141,13 @@ class BatchRunner:
         max_lines: int,
         files: FairPool,
         holder: Callable[[str], Owner | None] = Owner.of_key,
+        max_body_bytes: Callable[[], int] = lambda: MAX_LINE_BYTES - _AROUND_BODY_BYTES,
     ) -> None:
         """`answer` is the application without authentication and access log.
 
         `num_live` returns the number of live sequences of the server. At most `max_lines` lines run at a time. `files`
         runs the work that reads or writes all lines of a batch. `holder` returns the owner of the key with a digest,
-        or None if the key is no longer accepted.
+        or None if the key is no longer accepted. `max_body_bytes` returns the largest body of a request.
         """
         self.store = store
         self._answer = answer
@@ -151,6 +155,7 @@ class BatchRunner:
         self._max_lines = max_lines
         self._files = files
         self._holder = holder
+        self._max_body_bytes = max_body_bytes
         self._num_running = 0
         self._line_ended = asyncio.Event()
         self._begins = asyncio.Lock()
@@ -281,7 +286,8 @@ class BatchRunner:
         except FileNotFound as error:
             store.fail(id, [BatchError("file_not_found", str(error), param="input_file_id")])
             return False
-        lines, errors = read_lines(path, batch.object.endpoint, Pace().rest)
+        max_bytes = self._max_body_bytes() + _AROUND_BODY_BYTES
+        lines, errors = read_lines(path, batch.object.endpoint, Pace().rest, max_bytes)
         if errors:
             store.fail(id, errors)
             return False
@@ -293,49 +299,60 @@ class BatchRunner:
         number = -1
         unfinished = asyncio.Semaphore(self._max_lines)
         async with asyncio.TaskGroup() as running:
-            while lines := await asyncio.to_thread(self.store.pending, batch, number, _FETCHED_LINES):
+            while lines := await asyncio.to_thread(self.store.pending, batch.object.id, number, _FETCHED_LINES):
                 number = lines[-1].number
                 for line in lines:
                     await unfinished.acquire()
-                    await self._wait_for_room()
-                    self._num_running += 1
-                    task = running.create_task(self._run_line(batch, line))
+                    content = [await self._begin_line(batch, line)]
+                    task = running.create_task(self._run_line(batch, line, content))
                     task.add_done_callback(self._end_line)
                     task.add_done_callback(lambda _: unfinished.release())
 
-    async def _wait_for_room(self) -> None:
-        """Wait until another line may run, one in each round of the event loop. While live requests run, fewer lines
-        may.
+    async def _begin_line(self, batch: Batch, line: Line) -> bytes:
+        """Wait until another line may run, one in each round of the event loop, and read it. While live requests run,
+        fewer lines may.
 
-        A line costs the loop a third of a millisecond, and dozens begin when a batch does, or are tried again.
+        A line costs the loop a third of a millisecond, and dozens begin when a batch does, or are tried again. It is
+        read only now: the lines of all batches that wait would fill the memory.
         """
         async with self._begins:
             await asyncio.sleep(0)
             while True:
                 is_busy = self._num_live() > self._num_running
                 if self._num_running < max(1, self._max_lines // (_BUSY_SHARE if is_busy else 1)):
-                    return
+                    break
                 self._line_ended.clear()
                 try:
                     async with asyncio.timeout(_RECHECK_SECONDS):
                         await self._line_ended.wait()
                 except TimeoutError:
                     continue  # Live requests may have ended.
+            content = await asyncio.to_thread(self.store.content, batch, line)
+            self._num_running += 1
+            return content
 
     def _end_line(self, _: object) -> None:
         self._num_running -= 1
         self._line_ended.set()
 
-    async def _try_later(self, seconds: float) -> None:
-        """Wait until a line may be tried again, and let other lines run meanwhile, which may have quota left."""
+    async def _begin_line_later(self, batch: Batch, line: Line, seconds: float) -> bytes:
+        """As `_begin_line`, for a line that runs, after `seconds`. Other lines run meanwhile, which may have quota
+        left."""
         self._end_line(None)
         try:
             await asyncio.sleep(seconds)
-            await self._wait_for_room()
-        finally:
-            self._num_running += 1
+            content = await self._begin_line(batch, line)
+        except BaseException:
+            self._num_running += 1  # The end of the task subtracts it again.
+            raise
+        return content
 
-    async def _run_line(self, batch: Batch, line: Line) -> None:
+    async def _run_line(self, batch: Batch, line: Line, content: list[bytes]) -> None:
+        """Compute a line. Its `content` is removed from the list."""
+
+        async def read(seconds: float) -> bytes:
+            return content.pop() if content else await self._begin_line_later(batch, line, seconds)
+
         holder = self._holder(batch.owner) if batch.owner else Owner(batch.party)
         if holder is None:
             error = InvalidApiKey("the API key that made the batch has been revoked or has expired")
@@ -345,34 +362,27 @@ class BatchRunner:
             # A separate party: the owner's live requests do not wait for its batches, and quotas are counted
             # separately.
             owner = holder._replace(party=f"{batch.party} (batches)", weight=_WEIGHT * holder.weight)
-            output, succeeded = await self.compute(
-                batch.object.endpoint, line.custom_id, line.content, owner, self._try_later
-            )
+            output, succeeded = await self.compute(batch.object.endpoint, line.custom_id, read, owner)
         id = batch.object.id
         await self._write(id, self.store.record, id, line.number, output, succeeded=succeeded)
 
     async def compute(
-        self,
-        endpoint: str,
-        custom_id: str,
-        content: bytes,
-        owner: Owner,
-        wait_for: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        self, endpoint: str, custom_id: str, read: Callable[[float], Awaitable[bytes]], owner: Owner
     ) -> tuple[bytes, bool]:
-        """Compute the input line `content`. Returns the output line, and whether the line succeeded.
+        """Compute an input line. Returns the output line, and whether the line succeeded.
 
-        While the server is too busy or not ready, it awaits `wait_for(seconds)`.
+        `read(seconds)` returns the input line after that time. It is called for each attempt, the first of which is
+        at once; further ones follow while the server is too busy or not ready.
         """
-        request_id, body = new_request_id(), _body(content, endpoint)
-        wait, failures = _RETRY_SECONDS[0], 0
+        request_id = new_request_id()
+        wait, failures = 0.0, 0
         while True:
-            answer = await self._request(endpoint, body, owner, request_id)
+            answer = await self._request(endpoint, _body(await read(wait), endpoint), owner, request_id)
             if answer.status not in _TRY_AGAIN:
                 failures += answer.status >= 500
                 if answer.status < 500 or failures == _ATTEMPTS or b"x-should-retry" in answer.headers:
                     break
-            await wait_for(wait)
-            wait = min(2 * wait, _RETRY_SECONDS[1])
+            wait = min(2 * wait or _RETRY_SECONDS[0], _RETRY_SECONDS[1])
         response = {"status_code": answer.status, "request_id": request_id, "body": msgspec.Raw(answer.body)}
         return output_line(custom_id, response), 200 <= answer.status < 300
 
@@ -457,11 +467,11 @@ class Pace:
 
 
 def read_lines(
-    path: Path, endpoint: str, rest: Callable[[], object] = lambda: None
+    path: Path, endpoint: str, rest: Callable[[], object] = lambda: None, max_bytes: int = MAX_LINE_BYTES
 ) -> tuple[list[LineAt], list[BatchError]]:
     """Find the lines of a batch's input, or its errors. Empty lines are skipped.
 
-    `rest` is called after each line.
+    `rest` is called after each line, which may have `max_bytes`.
     """
     lines: list[LineAt] = []
     errors: list[BatchError] = []
@@ -469,14 +479,14 @@ def read_lines(
     start = 0
     with path.open("rb") as file:
         for number in itertools.count(1):
-            content = file.readline(MAX_LINE_BYTES + 1)
+            content = file.readline(max_bytes + 1)
             if not content:
                 break
-            if len(content) > MAX_LINE_BYTES:
-                why = f"the line is longer than {MAX_LINE_BYTES} bytes, the most that a line may have"
+            if len(content) > max_bytes:
+                why = f"the line is longer than {max_bytes} bytes, the most that a line may have (max_request_bytes)"
                 return [], [*errors, BatchError("line_too_long", why, line=number)]
             if content.strip():
-                checked = _checked(content, endpoint, seen)
+                checked = _checked(content, endpoint, seen, max_bytes)
                 if isinstance(checked, BatchError):
                     checked.line = number
                     errors.append(checked)
@@ -495,10 +505,10 @@ def read_lines(
     return lines, errors
 
 
-def _checked(content: bytes, endpoint: str, seen: set[str]) -> str | BatchError:
+def _checked(content: bytes, endpoint: str, seen: set[str], max_bytes: int) -> str | BatchError:
     """Return the custom id of a line, or its error."""
     try:
-        line = parse_object(content, MAX_LINE_BYTES)
+        line = parse_object(content, max_bytes)
     except BadRequest as error:
         return BatchError("invalid_json_line", str(error).replace("the request body", "the line"))
     for field, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):

@@ -202,13 +202,13 @@ class _Totals:
 
 
 class Line(NamedTuple):
-    """A line of a batch, to be computed."""
+    """A line of a batch, to be computed. `BatchStore.content` reads it."""
 
     number: int
     """Number of the line in its file, from 0."""
     custom_id: str
-    content: bytes
-    """The bytes of the line: a JSON object."""
+    start: int
+    length: int
 
 
 class LineAt(NamedTuple):
@@ -562,23 +562,24 @@ class BatchStore:
         """End a batch with invalid input."""
         self.update(id, "failed", errors=BatchErrors(errors))
 
-    def pending(self, batch: Batch, after: int, limit: int) -> list[Line]:
-        """Return the next pending lines, with numbers greater than `after`."""
-        # `path` would fail if the input has expired, but an unfinished batch continues to use it.
-        path = self._files / batch.object.input_file_id
+    def pending(self, id: str, after: int, limit: int) -> list[Line]:
+        """Return the next pending lines of a batch, with numbers greater than `after`."""
         rows = self._query(
             "SELECT number, custom_id, start, length FROM lines WHERE batch = ? AND state = 0 AND number > ? "
             "ORDER BY number LIMIT ?",
-            batch.object.id,
+            id,
             after,
             limit,
         )
-        with path.open("rb") as file:
-            lines = []
-            for row in rows:
-                file.seek(row["start"])
-                lines.append(Line(row["number"], row["custom_id"], file.read(row["length"])))
-        return lines
+        return [Line(*row) for row in rows]
+
+    def content(self, batch: Batch, line: Line) -> bytes:
+        """Return the bytes of a line: a JSON object."""
+        self._check_open()
+        # `path` would fail if the input has expired, but an unfinished batch continues to use it.
+        with (self._files / batch.object.input_file_id).open("rb") as file:
+            file.seek(line.start)
+            return file.read(line.length)
 
     def record(self, id: str, number: int, answer: bytes, *, succeeded: bool) -> None:
         """Store the output line of a line. A second one for the same line is dropped."""

@@ -187,7 +187,12 @@ async def _compute_lines(
 
         async def answer(line: LineAt, content: bytes) -> None:
             nonlocal failed
-            output, succeeded = await runner.compute(endpoint, line.custom_id, content, ANYONE)
+
+            async def read(seconds: float) -> bytes:
+                await asyncio.sleep(seconds)
+                return content
+
+            output, succeeded = await runner.compute(endpoint, line.custom_id, read, ANYONE)
             written.write(output + b"\n")
             written.flush()
             failed += not succeeded

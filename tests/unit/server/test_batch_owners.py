@@ -7,7 +7,7 @@ from typing import Any, cast
 from starlette.types import Receive, Scope, Send
 
 from server.batches.runner import BatchRunner
-from server.batches.store import BatchStore
+from server.batches.store import BatchStore, Line
 from server.limits.accounts import Accounts
 from server.limits.jobs import Jobs
 from server.limits.owners import Owner, Quotas
@@ -37,8 +37,8 @@ class Record:
         batch = SimpleNamespace(
             object=SimpleNamespace(id="batch_1", endpoint="/v1/completions"), owner=ALICE.key, party=ALICE.party
         )
-        line = SimpleNamespace(number=0, custom_id="one", content=b'{"body": {"model": "m", "prompt": "x"}}')
-        await runner._run_line(cast(Any, batch), cast(Any, line))
+        content = b'{"body": {"model": "m", "prompt": "x"}}'
+        await runner._run_line(cast(Any, batch), Line(0, "one", 0, len(content)), [content])
 
 
 async def test_a_line_runs_with_its_keys_group_and_quotas_as_a_party_of_its_own() -> None:

@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from server.batches.runner import BatchRunner, _body
-from server.batches.store import Batch, BatchStore, LineAt, new_batch
+from server.batches.store import Batch, BatchStore, Line, LineAt, new_batch
 from server.commands.run_batch import run as run_batch
 from server.limits.accounts import Accounts
 from server.limits.jobs import Jobs
@@ -29,10 +29,14 @@ class App:
         self.refused: set[Any] = set()
         self.raising: set[Any] = set()
         self.tried: Counter[Any] = Counter()
+        self.held: asyncio.Event | None = None
+        """Set when lines may be answered; None: at once."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         x = json.loads((await receive())["body"])["x"]
         self.tried[x] += 1
+        if self.held is not None:
+            await self.held.wait()
         if x in self.raising:
             raise RuntimeError("a bug")
         await send({"type": "http.response.start", "status": 429 if x in self.refused else 200, "headers": []})
@@ -275,6 +279,57 @@ async def test_lines_that_are_refused_keep_no_other_owners_lines_waiting(tmp_pat
     app.refused.clear()
     await until_ended(store, refused)
     assert results(store, refused) == ("completed", list("abcdef"), [])
+    await runner.close()
+
+
+async def test_lines_that_wait_are_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten batches, of which 30 lines of 3 MB waited each, took 700 MB."""
+    store, app, read, fetched = BatchStore(tmp_path, 10**6), App(), Counter[str](), set[str]()
+    pending, content = store.pending, store.content
+
+    def counted(batch: Batch, line: Line) -> bytes:
+        read[line.custom_id] += 1
+        return content(batch, line)
+
+    def noted(id: str, after: int, limit: int) -> list[Line]:
+        fetched.add(id)
+        return pending(id, after, limit)
+
+    monkeypatch.setattr(store, "content", counted)
+    monkeypatch.setattr(store, "pending", noted)
+    app.held = asyncio.Event()
+    runner = runner_of(store, app, max_lines=2)
+    batches = [add(store, [f"{name}{number}" for number in range(5)]) for name in "abc"]
+    for batch in batches:
+        runner.run(batch)
+    while len(fetched) < 3 or sum(app.tried.values()) < 2:
+        await asyncio.sleep(0.005)
+    assert read == app.tried  # Two lines, that run.
+    app.held.set()
+    app.refused = {"a4"}
+    while app.tried["a4"] < 2:
+        await asyncio.sleep(0.005)
+    assert read["a4"] >= 2  # It was not kept while it waited.
+    app.refused.clear()
+    for batch in batches:
+        await until_ended(store, batch)
+    await runner.close()
+
+
+async def test_a_line_that_is_longer_than_a_request_may_be_fails_its_batch(tmp_path: Path) -> None:
+    """Decoding 27 MB of numbers at once stopped the event loop for half a second."""
+    store, jobs = BatchStore(tmp_path, 10**6), Jobs(Accounts())
+    runner = BatchRunner(store, App(), lambda: 0, 4, jobs.batches, max_body_bytes=lambda: 1000)
+    fits, too_long = add(store, ["a" * 500]), add(store, ["a", "b" * 70_000])
+    for batch in (fits, too_long):
+        runner.run(batch)
+        await until_ended(store, batch)
+    assert store.batch(fits.object.id, "me").status == "completed"
+    failed = store.batch(too_long.object.id, "me")
+    assert failed.errors is not None
+    [error] = failed.errors.data
+    assert (failed.status, error.code, error.line) == ("failed", "line_too_long", 2)
+    assert "max_request_bytes" in error.message
     await runner.close()
 
 

@@ -139,14 +139,13 @@ def test_reading_lines_leaves_three_quarters_of_the_time_to_others(
 
 
 def test_a_line_that_no_server_would_take_fails_before_it_is_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     values = json.dumps(request(body={"x": [[]] * 100_000}))
     [error] = read_lines(write(tmp_path / "in", request("first"), values), CHAT)[1]
     assert (error.code, error.line) == ("invalid_json_line", 2)
     assert "the line holds more than" in error.message
-    monkeypatch.setattr("server.batches.runner.MAX_LINE_BYTES", 1000)
-    [error] = read_lines(write(tmp_path / "in", request("first"), "x" * 10**6), CHAT)[1]
+    [error] = read_lines(write(tmp_path / "in", request("first"), "x" * 10**6), CHAT, max_bytes=1000)[1]
     assert (error.code, error.line) == ("line_too_long", 2)
 
 
@@ -157,8 +156,8 @@ def test_output_has_each_line_once_in_the_inputs_order_and_errors_apart(tmp_path
     store = BatchStore(tmp_path / "data", 10**6)
     batch = add_batch(store, THREE, tmp_path)
     id = batch.object.id
-    assert [line.custom_id for line in store.pending(batch, -1, 10)] == ["a", "b", "c"]
-    assert [json.loads(line.content)["custom_id"] for line in store.pending(batch, 0, 1)] == ["b"]
+    assert [line.custom_id for line in store.pending(id, -1, 10)] == ["a", "b", "c"]
+    assert [json.loads(store.content(batch, line))["custom_id"] for line in store.pending(id, 0, 1)] == ["b"]
     store.record(id, 2, output_line("c", {"status_code": 200}), succeeded=True)
     store.record(id, 0, output_line("a", {"status_code": 200}), succeeded=True)
     store.record(id, 0, output_line("a", {"status_code": 500}), succeeded=False)
@@ -285,7 +284,7 @@ def test_a_server_that_was_killed_leaves_what_was_recorded_and_no_output_twice(t
     store = BatchStore(tmp_path / "data", 10**6)
     [found] = store.unfinished()
     assert (found.object.id, found.object.status) == (id, "finalizing")
-    assert [line.custom_id for line in store.pending(found, -1, 10)] == ["a", "c"]
+    assert [line.custom_id for line in store.pending(found.object.id, -1, 10)] == ["a", "c"]
     for number, name in ((0, "a"), (2, "c")):
         store.record(id, number, output_line(name, {"status_code": 200}), succeeded=True)
     store.finish(found, "completed")
@@ -608,11 +607,11 @@ def test_a_closed_store_neither_opens_again_nor_seems_empty(tmp_path: Path) -> N
     store = BatchStore(tmp_path / "data", 10**6)
     batch = add_batch(store, THREE, tmp_path)
     store.close()
-    for call in (lambda: store.finish(batch, "completed"), lambda: store.pending(batch, -1, 1)):
+    for call in (lambda: store.finish(batch, "completed"), lambda: store.pending(batch.object.id, -1, 1)):
         with pytest.raises(ShuttingDown):
             call()
     again = BatchStore(tmp_path / "data", 10**6)
-    assert [line.custom_id for line in again.pending(batch, -1, 10)] == ["a", "b", "c"]
+    assert [line.custom_id for line in again.pending(batch.object.id, -1, 10)] == ["a", "b", "c"]
 
 
 def test_a_batch_ends_once(tmp_path: Path) -> None:
@@ -653,7 +652,7 @@ def test_a_file_whose_time_has_come_is_gone_and_a_batch_still_reads_it(
         store.file(input, "me")
     assert store.files("me", None, None, 10, newest_first=True).data == []
     store.delete_expired()
-    assert len(store.pending(batch, -1, 10)) == 3
+    assert len(store.pending(batch.object.id, -1, 10)) == 3
     store.finish(batch, "completed")
     store.delete_expired()
     assert list((tmp_path / "data" / "files").iterdir()) == []
