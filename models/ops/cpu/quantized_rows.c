@@ -98,7 +98,7 @@ INLINE bf16 best_scale(const float *values) {
     for (unsigned i = 0; fabsf(largest) > TINY && i < sizeof of_largest / sizeof *of_largest; i++) {
         bf16 scale = narrow(largest / of_largest[i]);
         float error = squared_error(values, widen(scale));
-        if (error < least) least = error, best = scale;
+        if (error < least || i == 0) least = error, best = scale; /* Errors of the largest numbers are infinite. */
     }
     return best;
 }
