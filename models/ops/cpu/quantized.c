@@ -91,6 +91,7 @@ INLINE float stage_block(int8_t *to, int32_t *offsets, const bf16 *x, int64_t co
         largest = (bits)choose((integers)(size > largest), (vector)size, (vector)largest);
     }
     struct block_scale scale = scale_of_block((uint32_t)largest_of((integers)largest));
+    if (scale.inverse == 0) memset(values, 0, sizeof values);
     int32_t totals[STEPS];
     for (int step = 0; step < STEPS; step++) {
         integers total = {0};

@@ -99,7 +99,7 @@ extern const struct quantized_products quantized_neon;                          
 /* For a number of rows at once. A processor gives the same sums for any number of them. */
 const struct quantized_products *quantized_products(enum isa isa, int64_t rows, int64_t bits);
 
-/* How a block of a row is rounded. */
+/* How a block of a row is rounded: to zeros if `inverse` is 0, also values that are not finite. */
 struct block_scale {
     float inverse, of_values;
 };

@@ -51,6 +51,7 @@ AVX2 INLINE int32_t halves_offset(__m256i total) {
 
 AVX2 INLINE float stage_block(int8_t *to, int32_t *offsets, const bf16 *x, int64_t count, int64_t weight_bits,
                               int in_halves) {
+    static const bf16 nothing[BLOCK];
     bf16 padded[BLOCK];
     if (count < BLOCK) {
         memset(padded, 0, sizeof padded);
@@ -62,6 +63,7 @@ AVX2 INLINE float stage_block(int8_t *to, int32_t *offsets, const bf16 *x, int64
     for (int i = 0; i < BLOCK; i += 8)
         largest = _mm256_max_epi32(largest, _mm256_and_si256((__m256i)widened(x + i), magnitude));
     struct block_scale scale = scale_of_block((uint32_t)of_eight(largest, 0));
+    if (scale.inverse == 0) x = nothing;
     const __m256 inverse = _mm256_set1_ps(scale.inverse), shift = _mm256_set1_ps(12582912.0f);
     const __m256i in_order_of_memory = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     int32_t totals[STEPS];
