@@ -34,8 +34,7 @@ static struct lines lines_ahead(enum isa isa, int64_t bits, int64_t rows, const 
 /* A thread's scratch. */
 struct quantized_bench {
     int8_t values[STAGED_VALUES];
-    char expanded[2 * WHOLE_PANEL];
-    int8_t unpacked[BLOCKS_AT_ONCE * BYTES_OF_VALUES];
+    int8_t unpacked[BLOCKS_AT_ONCE * BYTES_OF_VALUES]; /* or expanded */
     float scales[STAGED_VALUES / BLOCK];
     int32_t offsets[STAGED_VALUES / STEP_INPUTS];
     float sums[STAGED_ROWS * PANEL];
@@ -44,7 +43,6 @@ struct quantized_bench {
     bf16 ups[STAGED_ROWS * PANEL], gated[STAGED_ROWS * PANEL];
 };
 _Static_assert(FEW_ROWS * MOST_HELD <= STAGED_ROWS * 2, "gates that wait have room");
-_Static_assert(BLOCKS_AT_ONCE * BYTES_OF_VALUES <= WHOLE_PANEL, "expanded blocks have room");
 _Static_assert(sizeof(struct quantized_bench) <= SCRATCH, "a thread's scratch holds it");
 
 static int64_t staged_rows(enum isa isa, int64_t blocks) {
@@ -139,8 +137,7 @@ struct place {
     int64_t bits;          /* of the weight */
     const int64_t *tokens; /* row of x for each row, or NULL */
     int64_t first_row;
-    int expands;          /* whether the staged rows are multiplied by expanded panels */
-    const char *expanded; /* the blocks that were expanded last */
+    int expands;  /* whether the staged rows are multiplied by expanded panels */
     int is_large; /* whether the output is too large to be read again from a cache */
 };
 
@@ -213,8 +210,8 @@ static void multiply_panel(const struct linear *op, struct place *at, int64_t fi
             by->multiply(&here, &panel, bench->sums, bench->products, &ahead);
             continue;
         }
-        if (at->expanded != panel.blocks) by->expand(&panel, bench->expanded);
-        at->expanded = panel.blocks, panel.values = (const int8_t *)bench->expanded;
+        by->expand(&panel, bench->unpacked);
+        panel.values = bench->unpacked;
         by->multiply_expanded(&here, &panel, bench->sums, &ahead);
     }
 }

@@ -87,7 +87,7 @@ struct quantized_products {
     void (*multiply)(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
                      int32_t *products, struct lines *ahead);
     /* For EXPANDED_ROWS or more by 4 bits, or NULL: expand a panel, whose values then take a byte each, and multiply. */
-    void (*expand)(const struct quantized_panel *panel, char *to);
+    void (*expand)(const struct quantized_panel *panel, int8_t *to);
     void (*multiply_expanded)(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
                               struct lines *ahead);
 };

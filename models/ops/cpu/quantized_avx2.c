@@ -221,7 +221,7 @@ static void multiply_avx2(const struct quantized_rows *rows, const struct quanti
 
 #define TILE_OF_BLOCK (BYTES_OF_TILE * STEPS) /* bytes */
 
-AVX2 static void expand(const struct quantized_panel *panel, char *to) {
+AVX2 static void expand(const struct quantized_panel *panel, int8_t *to) {
     const __m256i nibbles = _mm256_set1_epi8(15);
     for (int64_t block = 0; block < panel->count; block++) {
         const char *values = panel->blocks + block * panel->stride + scales_of_block(4) * sizeof(bf16);
