@@ -736,6 +736,7 @@ class _Server(uvicorn.Server):
         limits = ConnectionLimits.of(config, num_free_descriptors(), self._models.max_request_bytes)
         connections = Connections(limits, shared.accounts, shared.metrics)
         shared.key_shares.share(connections)
+        shared.open_files.most = limits.files
         reserved = [each for each in all_endpoints() if each.is_probe or each.scope in ("admin", "metrics")]
         probes = {f"{prefix}{each.path}".encode() for each in reserved for prefix in ("", config.root_path)}
 

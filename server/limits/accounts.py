@@ -14,6 +14,7 @@ Resource = Literal[
     "connections",
     "body_bytes",
     "served_requests",
+    "open_files",
     "jobs",
     "requests",
     "sequences",
@@ -28,10 +29,11 @@ Resource = Literal[
     "stored_bytes",
 ]
 """The counted resources, in this order: open connections; bytes of request bodies in memory; HTTP requests with API
-keys that are served; jobs (parsing, rendering, tokenisation, grammar checks) that wait or run; admitted requests that
-have not ended, and their sequences; sequences without an output so far, and their prompt tokens; bytes of large
-answers that wait to be sent; bytes of streams that clients have not read; bytes of resumable streams with and without
-connected clients; running background responses; stored responses, and their bytes."""
+keys that are served; files that uploads and downloads hold open; jobs (parsing, rendering, tokenisation, grammar
+checks) that wait or run; admitted requests that have not ended, and their sequences; sequences without an output so
+far, and their prompt tokens; bytes of large answers that wait to be sent; bytes of streams that clients have not read;
+bytes of resumable streams with and without connected clients; running background responses; stored responses, and
+their bytes."""
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 

@@ -1,5 +1,5 @@
 """`Admission`: bounds the requests that wait for the engine. `QueueForecast`: predicts when a full queue has room.
-`KeyShares`: shares served connections among API keys.
+`KeyShares`: shares served connections among API keys. `OpenFiles`: shares open files among owners.
 
 `Generation` asks for the admission of each request; the hub reports when each sequence is queued, has its first output
 and ends. A refused request gets a 429 with the predicted time in `Retry-After`.
@@ -470,6 +470,37 @@ class KeyShares:
     def end(self, owner: Owner) -> None:
         """Note that a request was answered, or that its client has gone."""
         self._accounts.change(owner.party, "served_requests", -1)
+
+
+class OpenFiles:
+    """Shares the files that uploads and downloads hold open among owners.
+
+    A slow client needs two descriptors: its connection's and its file's. Without a bound, those of one owner could use
+    up all, so that no further connection could be accepted. An owner may hold as many files as are free at the time.
+    """
+
+    def __init__(self, accounts: Accounts) -> None:
+        self.most = math.inf
+        self._accounts = accounts
+
+    @contextmanager
+    def hold(self, owner: Owner) -> Iterator[None]:
+        """Count one file of the owner's within the context. Raises `Overloaded` if the owner holds too many."""
+        held = self._accounts.used(owner.party, "open_files")
+        free = self.most - self._accounts.total("open_files")
+        if held >= free:
+            self._accounts.tally(owner).refused += 1
+            raise Overloaded(
+                f"{held} uploads and downloads of this key or address are in progress, and {self.most} of all clients "
+                "may be at a time (ulimit -n); end one, or read and send them faster",
+                "requests",
+                _KEY_SECONDS,
+            )
+        self._accounts.change(owner.party, "open_files", 1)
+        try:
+            yield
+        finally:
+            self._accounts.change(owner.party, "open_files", -1)
 
 
 @contextmanager

@@ -40,6 +40,9 @@ Phase = Literal["head", "body", "answer", "idle", "rest"]
 _ENGINE_DESCRIPTORS = 24
 """File descriptors reserved for the engine's supervisor, the checkers of grammars and templates, and the metrics."""
 
+_FILE_PARTS, _LEAST_FILES = 8, 2
+"""1 / 8 of the other file descriptors, but at least 2, are reserved for the files of uploads and downloads."""
+
 _LEAST_CONNECTIONS, _MOST_CONNECTIONS = 4, 8192
 """Range of the default number of connections, which is computed from the limit of open files."""
 
@@ -124,11 +127,15 @@ class ConnectionLimits(NamedTuple):
     """Most bytes of all bodies together in memory while they are received."""
     answer_bytes: int = 2**29
     """Bytes of large answers in memory beyond which those of slow readers end; beyond twice as many, others, too."""
+    files: int = 64
+    """Most files that uploads and downloads may hold open."""
 
     @classmethod
     def of(cls, config: ServerConfig, num_free: int, max_request_bytes: int) -> Self:
         """Compute the limits of `config`, for a process that may open `num_free` more files."""
         available = num_free - _ENGINE_DESCRIPTORS
+        files = max(available // _FILE_PARTS, _LEAST_FILES)
+        available -= files
         connections = config.max_connections or max(min(available, _MOST_CONNECTIONS), _LEAST_CONNECTIONS)
         if connections > available:
             _log.warning(
@@ -145,6 +152,7 @@ class ConnectionLimits(NamedTuple):
             config.send_timeout,
             config.max_request_bytes or _MOST_HELD_BYTES,
             _BODY_BUDGET_BODIES * max_request_bytes,
+            files=files,
         )
 
     @property

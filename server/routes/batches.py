@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request, Response
@@ -15,6 +17,7 @@ from server.batches.store import Batch, Page, disk_errors, new_batch
 from server.endpoints import ENDPOINTS, ORDER, EndpointFamily, is_newest_first, query_integer, query_parameter
 from server.errors import BadRequest, BodyTooLarge, RangeNotSatisfiable, UnsupportedMediaType
 from server.frontend import owner_of
+from server.limits.admission import OpenFiles
 from server.models import Models
 from server.request_builder import read_request
 from server.schemas.batches import (
@@ -60,9 +63,9 @@ async def upload_file(http: Request) -> Response:
     declared = http.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit + 2**16:
         raise _too_large(limit)
-    owner = owner_of(http.scope).key or ""
-    with runner.store.upload(owner) as reserve:
-        return as_json(await _upload(http, runner, limit, owner, reserve))
+    owner = owner_of(http.scope)
+    with open_files(http).hold(owner), runner.store.upload(owner.key or "") as reserve:
+        return as_json(await _upload(http, runner, limit, owner.key or "", reserve))
 
 
 async def _upload(
@@ -187,13 +190,19 @@ async def retrieve_file(http: Request, file_id: str) -> Response:
 @endpoints.get("/v1/files/{file_id}/content", "application/octet-stream")
 async def file_content(http: Request, file_id: str) -> Response:
     """Return the content of a file."""
-    path = await asyncio.to_thread(runner_of(http).store.path, file_id, owner_of(http.scope).key or "")
-    return _Content(path, media_type="application/octet-stream")
+    owner = owner_of(http.scope)
+    path = await asyncio.to_thread(runner_of(http).store.path, file_id, owner.key or "")
+    return _Content(path, open_files(http).hold(owner))
 
 
 class _Content(FileResponse):
     """The content of a file, or a range of it. A bad range is answered with an error object; the framework's response
     answers it in plain text."""
+
+    def __init__(self, path: Path, holding: AbstractContextManager[None]) -> None:
+        """The answer is sent within the context `holding`."""
+        super().__init__(path, media_type="application/octet-stream")
+        self._holding = holding
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_unless_refused(message: Message) -> None:
@@ -206,7 +215,8 @@ class _Content(FileResponse):
                 )
             await send(message)
 
-        await super().__call__(scope, receive, send_unless_refused)
+        with self._holding:
+            await super().__call__(scope, receive, send_unless_refused)
 
 
 @endpoints.delete("/v1/files/{file_id}", DeletedFile)
@@ -268,6 +278,11 @@ def runner_of(http: Request) -> BatchRunner:
     Models.of(http.app).check_open()
     runner: BatchRunner = http.app.state.batches
     return runner
+
+
+def open_files(http: Request) -> OpenFiles:
+    """Return the bound of the files that uploads and downloads hold open."""
+    return Models.of(http.app).shared.open_files
 
 
 def _limit_of(http: Request, page: tuple[int, int]) -> int:

@@ -1,8 +1,9 @@
 """`/v1/messages/batches`: Anthropic's batches, which are stored and run like those of `/v1/batches`."""
 
 import asyncio
+import functools
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from server.batches.store import Batch, BatchStore, FileNotFound, Page, disk_errors
+from server.batches.store import Batch, BatchKind, BatchNotFound, BatchStore, FileNotFound, Page, disk_errors
 from server.endpoints import ENDPOINTS, EndpointFamily, query_integer, query_parameter
 from server.errors import AnthropicError, BadRequest
 from server.frontend import owner_of
 from server.models import Models
 from server.request_builder import reading
-from server.routes.batches import runner_of
+from server.routes.batches import open_files, runner_of
 from server.schemas.batches import (
     BATCH_ENDED,
     DAY,
@@ -33,7 +35,11 @@ from server.schemas.body import as_json
 endpoints = ENDPOINTS.register("message_batches")(EndpointFamily(AnthropicError))
 
 _ENDPOINT = "/v1/messages"
+_KIND: BatchKind = "msgbatch"
 _DEFAULT_PAGE, _MAX_PAGE = 20, 1000
+_NUM_COUNTED = 4096
+"""Error files whose lines are counted once, and not at each listing."""
+
 _UNDONE = {"batch_cancelled": "canceled", "batch_expired": "expired"}
 """Anthropic's result type of a line without an answer, by the code of its error."""
 
@@ -70,7 +76,7 @@ def _add(store: BatchStore, request: MessageBatchRequest, owner: str, party: str
         for each in request.requests:
             line = {"custom_id": each.custom_id, "method": "POST", "url": _ENDPOINT, "body": each.params}
             file.write(msgspec.json.encode(line) + b"\n")
-        batch = store.add_batch_of(file, "message_batch.jsonl", owner, party, _ENDPOINT, DAY, "msgbatch")
+        batch = store.add_batch_of(file, "message_batch.jsonl", owner, party, _ENDPOINT, DAY, _KIND)
     batch.request_counts.total = len(request.requests)
     return batch
 
@@ -82,7 +88,7 @@ async def list_message_batches(http: Request) -> Response:
     store, owner = runner_of(http).store, owner_of(http.scope).key or ""
 
     def read() -> MessageBatchList:
-        page: Page = store.batches(owner, "msgbatch", http.query_params.get("after_id"), limit)
+        page: Page = store.batches(owner, _KIND, http.query_params.get("after_id"), limit)
         data = [_message_batch(each, store, owner, http) for each in page.data]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return MessageBatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=page.has_more)
@@ -94,14 +100,16 @@ async def list_message_batches(http: Request) -> Response:
 async def retrieve_message_batch(http: Request, batch_id: str) -> Response:
     """Return a batch with its progress."""
     store, owner = runner_of(http).store, owner_of(http.scope).key or ""
-    return as_json(await asyncio.to_thread(lambda: _message_batch(store.batch(batch_id, owner), store, owner, http)))
+    return as_json(
+        await asyncio.to_thread(lambda: _message_batch(_stored(store, batch_id, owner), store, owner, http))
+    )
 
 
 @endpoints.post("/v1/messages/batches/{batch_id}/cancel", MessageBatch)
 async def cancel_message_batch(http: Request, batch_id: str) -> Response:
     """Cancel a batch; its results have the answered messages."""
     runner, owner = runner_of(http), owner_of(http.scope)
-    batch = await asyncio.to_thread(runner.store.batch, batch_id, owner.key or "")
+    batch = await asyncio.to_thread(_stored, runner.store, batch_id, owner.key or "")
     with disk_errors("the batch cannot be cancelled"):
         batch = await runner.cancel(Batch(batch, owner.key or "", owner.party))
     return as_json(await asyncio.to_thread(_message_batch, batch, runner.store, owner.key or "", http))
@@ -111,22 +119,38 @@ async def cancel_message_batch(http: Request, batch_id: str) -> Response:
 async def delete_message_batch(http: Request, batch_id: str) -> Response:
     """Delete a batch that has ended, with its results."""
     with disk_errors("the batch cannot be deleted"):
-        await asyncio.to_thread(runner_of(http).store.delete_batch, batch_id, owner_of(http.scope).key or "")
+        store, owner = runner_of(http).store, owner_of(http.scope).key or ""
+        await asyncio.to_thread(_stored, store, batch_id, owner)
+        await asyncio.to_thread(store.delete_batch, batch_id, owner)
     return as_json(DeletedMessageBatch(batch_id))
 
 
 @endpoints.get("/v1/messages/batches/{batch_id}/results", "application/x-jsonl")
 async def message_batch_results(http: Request, batch_id: str) -> Response:
     """Return the results of an ended batch, one per line."""
-    store, owner = runner_of(http).store, owner_of(http.scope).key or ""
+    store, holder = runner_of(http).store, owner_of(http.scope)
+    owner = holder.key or ""
 
     def outputs() -> list[Path]:
-        batch = store.batch(batch_id, owner)
+        batch = _stored(store, batch_id, owner)
         if batch.status not in BATCH_ENDED:
             raise BadRequest(f"{batch_id} has not ended; its results can be read when it has")
         return [store.path(id, owner) for id in (batch.output_file_id, batch.error_file_id) if id is not None]
 
-    return StreamingResponse(_results(await asyncio.to_thread(outputs)), media_type="application/x-jsonl")
+    return _Results(await asyncio.to_thread(outputs), open_files(http).hold(holder))
+
+
+class _Results(StreamingResponse):
+    """The results in the output files of a batch."""
+
+    def __init__(self, outputs: list[Path], holding: AbstractContextManager[None]) -> None:
+        """The answer is sent within the context `holding`."""
+        super().__init__(_results(outputs), media_type="application/x-jsonl")
+        self._holding = holding
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._holding:
+            await super().__call__(scope, receive, send)
 
 
 def _results(outputs: list[Path]) -> Iterator[bytes]:
@@ -147,16 +171,22 @@ def _result(line: dict[str, Any]) -> bytes:
     return msgspec.json.encode({"custom_id": line["custom_id"], "result": result})
 
 
+def _stored(store: BatchStore, id: str, owner: str) -> BatchObject:
+    """Return a batch of messages. Raises `BatchNotFound`, also for one of `/v1/batches`: converting its lines, which
+    may be very large, would hold up other clients."""
+    if not id.startswith(f"{_KIND}_"):
+        raise BatchNotFound(f"there is no batch {id[:80]!r}")
+    return store.batch(id, owner)
+
+
 def _message_batch(batch: BatchObject, store: BatchStore, owner: str, http: Request) -> MessageBatch:
     """Convert a batch to Anthropic's form. If it has ended, its error file is read."""
     counts, has_ended = batch.request_counts, batch.status in BATCH_ENDED
     shown = MessageBatchCounts(counts.total - counts.completed - counts.failed, counts.completed, counts.failed)
     if has_ended and batch.error_file_id is not None:
         # Its owner may have deleted the file; then every unanswered message counts as an error.
-        with suppress(FileNotFound, FileNotFoundError), store.path(batch.error_file_id, owner).open("rb") as file:
-            for line in file:
-                shown.canceled += b'"error":{"code":"batch_cancelled"' in line
-                shown.expired += b'"error":{"code":"batch_expired"' in line
+        with suppress(FileNotFound, FileNotFoundError):
+            shown.canceled, shown.expired = _num_undone(store.path(batch.error_file_id, owner))
         shown.errored -= shown.canceled + shown.expired
     return MessageBatch(
         id=batch.id,
@@ -168,6 +198,18 @@ def _message_batch(batch: BatchObject, store: BatchStore, owner: str, http: Requ
         cancel_initiated_at=_time_or_none(batch.cancelling_at),
         results_url=f"{str(http.base_url).rstrip('/')}/v1/messages/batches/{batch.id}/results" if has_ended else None,
     )
+
+
+@functools.lru_cache(_NUM_COUNTED)
+def _num_undone(path: Path) -> tuple[int, int]:
+    """Return the numbers of cancelled and of expired lines in an error file, which never changes. Pages of batches
+    would otherwise read each file again."""
+    canceled = expired = 0
+    with path.open("rb") as file:
+        for line in file:
+            canceled += b'"error":{"code":"batch_cancelled"' in line
+            expired += b'"error":{"code":"batch_expired"' in line
+    return canceled, expired
 
 
 def _time(seconds: int) -> str:

@@ -92,6 +92,27 @@ def test_probes_and_requests_are_answered_while_silent_connections_come_and_stay
         each.close()
 
 
+def test_slow_uploads_leave_descriptors_for_connections(edge: Edge) -> None:
+    """Each needs two: with 200 descriptors, one key's uploads delayed probes of others by 36 s."""
+    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    head += b"Content-Length: 100000000\r\n\r\n--x\r\n"
+
+    def held() -> int:
+        number: int = edge.http.get("/kaon/limits").json()["in_use"]["open_files"]
+        return number
+
+    with edge.connect(head):
+        eventually(lambda: held() == 1)
+        with edge.connect(head) as second:
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += (part := second.recv(65536))
+                assert part
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"1 uploads and downloads of this key or address are in progress" in answer
+    eventually(lambda: held() == 0)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_client_that_shuts_down_its_sending_side_is_answered(edge: Edge, path: str) -> None:
     body = {**COMPLETION, "messages": [{"role": "user", "content": "Hi"}]}

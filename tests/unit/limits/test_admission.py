@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from contextlib import ExitStack
 
 import pytest
 from starlette.requests import ClientDisconnect
@@ -12,7 +13,8 @@ from engine.config.server import ServerConfig
 from engine.messages import ModelInfo
 from engine.text.io_processor import InvalidRequest
 from server.errors import BadRequest, NotReady, Overloaded, ShuttingDown
-from server.limits.admission import Admission, Limits, counted_refusals
+from server.limits.accounts import Accounts
+from server.limits.admission import Admission, Limits, OpenFiles, counted_refusals
 from server.limits.owners import ANYONE, Owner
 from server.metrics import Metrics
 
@@ -331,3 +333,27 @@ def test_what_is_queued_is_in_the_accounts_and_leaves_them() -> None:
         door.admission.release(Owner(owner))
     assert door.admission.is_empty
     assert not any(accounts.of_owner("a").values())
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_owner_holds_at_most_as_many_files_as_are_free() -> None:
+    accounts = Accounts()
+    files = OpenFiles(accounts)
+    files.most = 8
+    heavy, light = Owner("heavy"), Owner("light")
+    with ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(files.hold(heavy))
+        with pytest.raises(Overloaded, match="4 uploads and downloads of this key") as refused, files.hold(heavy):
+            pass
+        assert refused.value.headers["Retry-After"] == "1"
+        for _ in range(2):
+            held.enter_context(files.hold(light))
+        with pytest.raises(Overloaded), files.hold(light):
+            pass
+        with pytest.raises(ZeroDivisionError), files.hold(Owner("third")):
+            raise ZeroDivisionError
+        assert accounts.total("open_files") == 6
+    assert not accounts.users("open_files")

@@ -672,26 +672,27 @@ def test_one_that_resets_the_connection_has_gone(edge: Edge) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "num_free", "connections", "per_address", "serving"),
+    ("settings", "num_free", "connections", "per_address", "serving", "files"),
     [
-        ({}, 38, 14, 7, 11),
-        ({}, 10, 4, 2, 3),
-        ({}, 1024, 1000, 500, 936),
-        ({}, 65536, 8192, 4096, 8128),
-        ({"max_connections": 100}, 65536, 100, 50, 75),
-        ({"max_connections": 100, "max_connections_per_address": 9}, 65536, 100, 9, 75),
+        ({}, 40, 14, 7, 11, 2),
+        ({}, 10, 4, 2, 3, 2),
+        ({}, 1024, 875, 437, 811, 125),
+        ({}, 65536, 8192, 4096, 8128, 8189),
+        ({"max_connections": 100}, 65536, 100, 50, 75, 8189),
+        ({"max_connections": 100, "max_connections_per_address": 9}, 65536, 100, 9, 75, 8189),
     ],
 )
 def test_limits_follow_from_the_settings_and_from_the_descriptors(
-    settings: dict[str, Any], num_free: int, connections: int, per_address: int, serving: int
+    settings: dict[str, Any], num_free: int, connections: int, per_address: int, serving: int, files: int
 ) -> None:
     limits = ConnectionLimits.of(ServerConfig(**settings), num_free, 2**20)
-    assert (limits.connections, limits.per_address, limits.serving) == (connections, per_address, serving)
+    assert limits[:2] == (connections, per_address)
+    assert (limits.serving, limits.files) == (serving, files)
 
 
 def test_a_limit_beyond_the_descriptors_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     ConnectionLimits.of(ServerConfig(max_connections=100), 74, 2**20)
-    assert "100 connections may be open, but the limit of open files leaves 50; raise it (ulimit -n)" in caplog.text
+    assert "100 connections may be open, but the limit of open files leaves 44; raise it (ulimit -n)" in caplog.text
 
 
 @pytest.mark.parametrize("network", ["10.0.0.1/8", "proxy.example", "10.0.0.0/33"])
