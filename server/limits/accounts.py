@@ -25,6 +25,7 @@ Resource = Literal[
     "resumable_stream_bytes",
     "held_stream_bytes",
     "background_responses",
+    "event_readers",
     "stored_responses",
     "stored_bytes",
 ]
@@ -32,8 +33,8 @@ Resource = Literal[
 keys that are served; files that uploads and downloads hold open; jobs (parsing, rendering, tokenisation, grammar
 checks) that wait or run; admitted requests that have not ended, and their sequences; sequences without an output so
 far, and their prompt tokens; bytes of large answers that wait to be sent; bytes of streams that clients have not read;
-bytes of resumable streams with and without connected clients; running background responses; stored responses, and
-their bytes."""
+bytes of resumable streams with and without connected clients; running background responses; readers of background
+responses' events; stored responses, and their bytes."""
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 

@@ -1,7 +1,8 @@
 """`ResponsesService`: stores responses, and runs background responses. `server.app` creates it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,6 +19,10 @@ from server.schemas.response_objects import ResponseObject
 _CLOSE_SECONDS = 1.0
 """Seconds that background responses may take, at the end of the server, to record their end."""
 
+_PROMPT_READERS, _READER_SECONDS, _SHORT_BYTES = 8, 0.001, 2**15
+"""Readers of events that an owner may have before each waits, after it has got fewer bytes than the last number, for
+this time per further reader: a response's tokens cost once in the engine, but the event loop once for each reader."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -33,10 +38,11 @@ class ResponsesService:
     """Stores and runs the responses of one server."""
 
     def __init__(self, config: ServerConfig, accounts: Accounts | None = None) -> None:
+        self._accounts = Accounts() if accounts is None else accounts
         self.store = ResponseStore(
             config.max_stored_responses,
             config.max_stored_response_bytes,
-            accounts,
+            self._accounts,
             self._end_for_room,
             config.most_background_responses_per_key,
         )
@@ -84,6 +90,23 @@ class ResponsesService:
         task = asyncio.create_task(self._consume(events, stored), name=id)
         self._runs[id] = _Run(stored, renderer, on_end, task)
         task.add_done_callback(lambda _: self._ended(id))
+
+    async def follow(self, log: EventLog, start: int, owner: Owner) -> AsyncGenerator[bytes, None]:
+        """Yield the events of `log` from number `start` to the last one, as they are added, for a reader of `owner`.
+
+        All readers of an owner together get events about 1 / `_READER_SECONDS` times per second.
+        """
+        party, accounts = owner.party, self._accounts
+        accounts.change(party, "event_readers", 1)
+        try:
+            async with aclosing(log.follow(start)) as pieces:
+                async for events in pieces:
+                    yield events
+                    num_further = accounts.used(party, "event_readers") - _PROMPT_READERS
+                    if num_further > 0 and len(events) < _SHORT_BYTES:
+                        await asyncio.sleep(num_further * _READER_SECONDS)
+        finally:
+            accounts.change(party, "event_readers", -1)
 
     def cancel(self, stored: StoredResponse) -> None:
         """Cancel a background response. No effect if it has ended."""

@@ -71,7 +71,9 @@ async def create_response(http: Request) -> Response:
         log = EventLog() if request.stream else None
         renderer, generation = answer.renderer, answer.generation
         service.start(renderer, generation.events(renderer), generation.end, owner, answer.turn, log)
-        return json_response(renderer.snapshot()) if log is None else EventStream(log.follow(0))
+        if log is None:
+            return json_response(renderer.snapshot())
+        return EventStream(service.follow(log, 0, owner))
     except ApiError as error:
         if request is None or not request.stream or not _is_read_as_event(http, error):
             raise
@@ -191,7 +193,7 @@ async def retrieve_response(http: Request, response_id: str) -> Response:
             "responses that were created with stream are kept",
             param="stream",
         )
-    return EventStream(stored.events.follow(start))
+    return EventStream(ResponsesService.of(http.app).follow(stored.events, start, owner_of(http.scope)))
 
 
 @endpoints.delete("/v1/responses/{response_id}", DeletedResponse)

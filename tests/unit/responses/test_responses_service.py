@@ -10,7 +10,8 @@ from openai.types.responses import Response
 from engine.config.server import ServerConfig
 from engine.text.request_state import RequestDelta
 from server.errors import NotReady
-from server.limits.owners import ANYONE
+from server.limits.accounts import Accounts
+from server.limits.owners import ANYONE, Owner
 from server.responses.service import ResponsesService
 from server.responses.store import EventLog, ResponseNotFound, StoredResponse, StoreFull, Turn
 from server.schemas.response_objects import InputText, MessageItem
@@ -219,6 +220,41 @@ async def test_a_follower_that_reads_slowly_holds_a_piece_of_the_log_at_a_time()
     pieces = [piece async for piece in log.follow(10)]
     assert max(map(len, pieces)) < 70_000
     assert b"".join(pieces).count(b"data: ") == 990
+
+
+async def test_many_readers_of_an_owner_wait_between_events_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 readers of one response took the event loop for themselves: probes took 137 ms in the median."""
+    accounts, log, waits = Accounts(), EventLog(), list[float]()
+    service = ResponsesService(ServerConfig(), accounts)
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr("server.responses.service.asyncio.sleep", sleep)
+    heavy, light = Owner("heavy"), Owner("light")
+    log.append(b"data: 1\n\n")
+    readers = [service.follow(log, 0, heavy) for _ in range(108)]
+    for reader in readers:
+        await anext(reader)
+    other = service.follow(log, 0, light)
+    await anext(other)
+    assert accounts.used("heavy", "event_readers") == 108
+    assert not waits
+    log.append(b"data: 2\n\n")
+    assert await anext(other) == await anext(readers[0]) == b"data: 2\n\n"
+    assert waits == [pytest.approx(0.1)]
+    log.append(b"x" * 2**15 + b"\n\n")
+    await anext(
+        readers[0]
+    )  # After a short piece; the long one, of a reader that lags, is followed by the next at once.
+    waits.clear()
+    log.close()
+    assert [events async for events in readers[0]] == []
+    assert not waits
+    for reader in readers:
+        await reader.aclose()
+    await other.aclose()
+    assert not accounts.users("event_readers")
 
 
 def test_a_log_holds_the_same_number_of_objects_however_many_events_it_has() -> None:
