@@ -131,6 +131,7 @@ class Adapters:
                 f"lora_name is {name[:60]!r}, which is not an adapter of this server; /v1/models lists them",
                 param="lora_name",
             )
+        self._leaving += 1  # Now: a call of `load` may get the lock before this one, and must count the adapter.
         await self._finish(self._unload_now(number))
 
     async def _unload_now(self, number: int) -> None:
@@ -151,12 +152,12 @@ class Adapters:
             previous = self._numbers.get(name)
             self._numbers[name], self._names[number] = number, name
             if previous is not None:
+                self._leaving += 1
                 self._unload(previous)
 
     def _unload(self, number: int) -> asyncio.Task[None]:
-        """Refuse new requests for an adapter. The returned task unloads it after its live requests."""
+        """Refuse new requests for an adapter that is leaving. The returned task unloads it after its live requests."""
         del self._names[number]
-        self._leaving += 1
         return self._start(self._leave(number))
 
     async def _leave(self, number: int) -> None:

@@ -1,6 +1,8 @@
 """Adapters are named in the configuration, listed as models, and chosen by their name."""
 
+import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -8,9 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from engine.config.config import Config
+from engine.config.server import ServerConfig
 from engine.config.settings import SettingsError, load_config
+from server.adapters import Adapters
 from server.app import create_app
-from server.errors import ModelNotFound
+from server.errors import BadRequest, ModelNotFound
 from server.frontend import Frontend
 from tests.unit.server.test_face import LoadingCore, client_of
 
@@ -84,3 +88,46 @@ async def test_adapters_are_listed_with_the_model_they_adapt() -> None:
         assert (await http.get("/v1/models/team/two")).json()["parent"] == "big"
         missing: httpx.Response = await http.get("/v1/models/three")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+class SlowCore(LoadingCore):
+    """A core that loads adapters once `opened` is set, and counts those that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = asyncio.Event()
+        self.adapters: set[int] = set()
+        self.most = 0
+
+    async def load_adapter(self, number: int, name: str, path: str) -> None:
+        await self.opened.wait()
+        self.adapters.add(number)
+        self.most = max(self.most, len(self.adapters))
+
+    async def unload_adapter(self, number: int) -> None:
+        await asyncio.sleep(0.01)
+        self.adapters.remove(number)
+
+
+async def test_an_adapter_that_is_being_unloaded_counts_until_it_is(tmp_path: Path) -> None:
+    """A load that waited before the unloading took its room at once, so that the core had one adapter too many."""
+    core = SlowCore()
+    core.adapters |= {1, 2}
+    config = Config(lora=ADAPTERS, server_config=ServerConfig(lora_directories=[str(tmp_path)], max_lora_adapters=3))
+    adapters = Adapters(config, core)  # type: ignore[arg-type]
+    (tmp_path / "a").mkdir()
+    loads = [
+        asyncio.create_task(adapters.load(name, str(tmp_path / "a"), in_place=False)) for name in ("three", "four")
+    ]
+    while not adapters._loading.locked() or len(adapters._tasks) < 2:
+        await asyncio.sleep(0.001)
+    unload = asyncio.create_task(adapters.unload("one"))
+    await asyncio.sleep(0.01)
+    core.opened.set()
+    third, fourth = await asyncio.gather(*loads, return_exceptions=True)
+    await unload
+    assert third is None
+    assert isinstance(fourth, BadRequest)
+    assert (core.most, len(core.adapters)) == (3, 2)
+    await adapters.load("four", str(tmp_path / "a"), in_place=False)
+    assert adapters.names == ("team/two", "three", "four")
