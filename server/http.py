@@ -33,6 +33,7 @@ from engine.full_collections import FullCollections
 from server.access_log import HEADER, new_request_id
 from server.app import create_app
 from server.batches.runner import BatchRunner
+from server.eager import begin_at_once
 from server.endpoints import all_endpoints
 from server.errors import ApiError, BadRequest, as_raw_response
 from server.limits.acceptor import Acceptor
@@ -260,6 +261,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._turns = turns
         self._has_begun = False
         """Whether a request of the connection has begun."""
+        self._probe: tuple[RequestResponseCycle, Any] | None = None
+        """A probe that is the connection's first request, until the bytes with its head are parsed."""
         self._is_in_body = False
         self._answered: RequestResponseCycle | None = None
         """The request in progress, else the last one. Requests that are pipelined after it have not begun."""
@@ -418,6 +421,8 @@ class HttpProtocol(HttpToolsProtocol):
         except HttpParserError:
             self._refuse_incomplete(self._refusal or BadRequest(_NO_HTTP))
             return
+        finally:
+            self._begin_probe()
         if self._body_bytes:
             self._connection.received_body(self._body_bytes)
             self._piece_bytes += self._body_bytes
@@ -445,6 +450,25 @@ class HttpProtocol(HttpToolsProtocol):
                 framing, self._framing = self._framing, None
                 self.parser = self._new_parser()
                 self.parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        is_first_probe = not self._has_begun and cycle.scope["raw_path"] in self._probes
+        if is_first_probe and cycle.scope["method"] == "GET":
+            self._probe = (cycle, app)
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _begin_probe(self) -> None:
+        """Answer a probe in the callback in which it has arrived: a task would wait for all callbacks that are
+        ready."""
+        if self._probe is None:
+            return
+        (cycle, app), self._probe = self._probe, None
+        if cycle.more_body:
+            super()._start_asgi_task(cycle, app)
+        elif (task := begin_at_once(cycle.run_asgi(app))) is not None:
+            task.add_done_callback(self.tasks.discard)
+            self.tasks.add(task)
 
     async def _answer_when_arrived(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application once the request has arrived, or as much of it as is buffered unread.

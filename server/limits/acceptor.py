@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from server.eager import begin_at_once
 from server.errors import as_raw_response
 from server.limits.connections import Connection, Connections, TooManyConnections
 
@@ -87,7 +88,8 @@ class Acceptor:
                 return
             except OSError as error:
                 if error.errno in _NO_DESCRIPTOR:
-                    self._accept_without_descriptor()
+                    if not num_admitted:  # Else perhaps no client waits: the system looks for a descriptor first.
+                        self._accept_without_descriptor()
                     return
                 continue  # The client has gone again.
             if _has_ended(sock):
@@ -137,9 +139,10 @@ class Acceptor:
                 sock.close()
             return
         sock.setblocking(False)
-        task = self._loop.create_task(self._start(sock, connection))
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+        task = begin_at_once(self._start(sock, connection))
+        if task is not None:
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
 
     async def _start(self, sock: socket.socket, connection: Connection) -> None:
         """Attach a new protocol to the connection, after the TLS handshake if there is one."""

@@ -527,6 +527,24 @@ async def test_a_probe_on_a_new_connection_takes_no_turn() -> None:
 
 
 @run
+async def test_a_probe_on_a_new_connection_is_answered_within_two_rounds_of_the_event_loop() -> None:
+    """A round may take tens of milliseconds: when many requests or outputs of a step are ready."""
+    async with serving() as edge:
+        for path, most in ((PROBE, 2), (GET, 4)):
+            with socket.create_connection(("127.0.0.1", edge.port)) as client:
+                client.sendall(path)
+                client.setblocking(False)
+                num_rounds, answer = 0, b""
+                while not answer:
+                    await asyncio.sleep(0)
+                    num_rounds += 1
+                    with contextlib.suppress(BlockingIOError):
+                        answer = client.recv(2**16)
+                assert answer.startswith(b"HTTP/1.1 200")
+                assert num_rounds <= most, path
+
+
+@run
 async def test_a_body_in_very_many_tiny_chunks_is_refused() -> None:
     async with serving() as edge:
         head = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
