@@ -88,7 +88,7 @@ class LightningAttention(nn.Module):
 
         del max_tokens
         heads, dim = self.num_heads, self.head_dim
-        yield Mamba2Case(heads, dim, heads, dim, 0, False, "none", 0.0, (1.0, 1.0), dtype)
+        yield Mamba2Case(heads, dim, heads, dim, 0, False, False, "none", 0.0, (1.0, 1.0), dtype)
 
 
 def _log_slopes(heads: int, layer: int, num_layers: int) -> torch.Tensor:

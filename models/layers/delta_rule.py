@@ -158,7 +158,8 @@ class DeltaMixer(nn.Module):
 
         del max_tokens
         taps, channels = self.conv1d.weight.shape
-        yield ShortConvCase(channels, taps, has_bias=False, dtype=dtype, is_gated=False, row=channels)
+        has_silu = self.conv1d.has_silu
+        yield ShortConvCase(channels, taps, False, dtype, is_gated=False, has_silu=has_silu, row=channels)
         shape = self.shape
         yield DeltaRuleCase(
             self.key_heads, self.heads, shape.key_dim, shape.value_dim, shape.decays, shape.most, dtype

@@ -98,10 +98,12 @@ class GatedDeltaNet(nn.Module):
         )
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """Yield the check case of this layer's kernels: everything between the projections."""
+        """Yield the check case of this layer's kernels: everything between the projections, if they compute it."""
         from models.ops.triton.cases.gated_delta import DeltaCase
 
         del max_tokens
+        if not self.has_silu:
+            return
         conv = self.conv1d.weight
         heads = self.num_key_heads, self.group, self.key_dim, self.value_dim
         yield DeltaCase(*heads, conv.shape[-1], self.norm.eps, dtype, conv.dtype)

@@ -144,7 +144,8 @@ class MambaMixer(nn.Module):
         del max_tokens
         taps, channels = self.conv1d.weight.shape
         has_bias = self.conv1d.bias is not None
-        yield ShortConvCase(channels, taps, has_bias, dtype, is_gated=False, row=2 * channels)
+        has_silu = self.conv1d.has_silu
+        yield ShortConvCase(channels, taps, has_bias, dtype, is_gated=False, has_silu=has_silu, row=2 * channels)
         yield SelectiveScanCase(channels, self.shape.state_size, dtype)
 
     def _load_channels(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:

@@ -163,6 +163,7 @@ class Mamba2Mixer(nn.Module):
             self.state_size,
             len(self.conv1d.weight),
             self.conv1d.bias is not None,
+            self.conv1d.has_silu,
             self.options.gate if norm is None or not norm.is_split else "alone",
             self.options.eps,
             self.options.dt_limits,

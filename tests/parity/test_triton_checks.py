@@ -16,6 +16,7 @@ from engine.runner.loaded_model import LoadedModel
 from engine.runner.model_runner import ModelRunner
 from engine.sequence import Sequence
 from models.attention.triton import TritonAttentionBackend
+from models.layers.mamba import MambaMixer, MambaShape
 from models.ops import aiter, triton
 from models.ops.self_test import Case, Finding, Problems, first_failure, relative_error
 from models.ops.stored_weight import stored_of
@@ -23,7 +24,8 @@ from models.ops.triton import cases, configs
 from models.ops.triton.cases import quantized_products as products
 from models.ops.triton.cases import small_cases
 from models.ops.triton.cases.experts import SortCase
-from models.parallel.tensor_parallel import TensorParallel
+from models.ops.triton.cases.state_space import ShortConvCase
+from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import prompt
@@ -240,6 +242,16 @@ def test_what_a_model_uses_is_looked_at_once_for_layers_that_are_alike(
 ) -> None:
     found = kernel_checks._cases_of(loaded(make_checkpoint(tmp_path, family, **overrides)))
     assert {operator: len(checks) for operator, checks in found.items()} == {**used, "sampling": 1}
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_convolution_is_looked_at_in_the_form_in_which_it_serves(activation: str) -> None:
+    """With SiLU, which is a part of its kernel, and without it where another kernel computes the activation."""
+    shape = MambaShape(32, 64, 16, 4, 8, bias=False, conv_bias=True, norms="none", eps=1e-6, activation=activation)
+    mixer = MambaMixer("model.layers.0.mixer", shape, SINGLE_RANK)
+    (convolution,) = (case for case in mixer.kernel_cases(BF16, 8) if isinstance(case, ShortConvCase))
+    assert convolution.has_silu == mixer.conv1d.has_silu == (activation == "silu")
+    assert (len([*mixer.conv1d.kernel_cases(BF16, 8)]) == 1) == (activation == "gelu")
 
 
 @pytest.mark.usefixtures("triton_backend")

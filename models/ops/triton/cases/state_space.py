@@ -143,7 +143,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShortConvCase(Case):
-    """A short convolution, with gates or with SiLU."""
+    """A short convolution, with gates, with SiLU, or with neither."""
 
     operator: ClassVar[str] = "recurrent"
     has_pool: ClassVar[bool] = True
@@ -152,6 +152,7 @@ class ShortConvCase(Case):
     has_bias: bool
     dtype: torch.dtype
     is_gated: bool = True
+    has_silu: bool = False
     row: int = 0
     """Features of the product of which the channels are a part; 0: gates and inputs, as many of each."""
     first: int = 0
@@ -178,9 +179,9 @@ class ShortConvCase(Case):
         bias = problems.normal(self.channels, dtype=self.dtype) if self.has_bias else None
         inputs = problems.normal(rows.num_slots, self.taps - 1, self.channels, dtype=self.dtype)
         pool, kept = rows.pool(inputs)
-        found = convolve(x, weight, bias, pool, rows.large, gates=gates, has_silu=not self.is_gated)
+        found = convolve(x, weight, bias, pool, rows.large, gates=gates, has_silu=self.has_silu)
         exact, terms = reference_convolution(
-            x, weight, bias, inputs, spans_of(rows.small), gates=gates, has_silu=not self.is_gated
+            x, weight, bias, inputs, spans_of(rows.small), gates=gates, has_silu=self.has_silu
         )
         share = rounding_bound(self.dtype)
         # Gated inputs are rounded before they are convolved and kept.
@@ -207,6 +208,8 @@ class Mamba2Case(Case):
     taps: int
     """Taps of the convolution; 0: there is none."""
     has_bias: bool
+    has_silu: bool
+    """Whether SiLU follows the convolution."""
     gate: str
     """Where gates are, as `models.layers.mamba2.Gate` says; "none": there are neither gates nor a norm."""
     eps: float
@@ -225,6 +228,7 @@ class Mamba2Case(Case):
             self.has_bias,
             self.dtype,
             is_gated=False,
+            has_silu=self.has_silu,
             row=row,
             first=inner,
             verifies_drafts=self.verifies_drafts,
@@ -272,7 +276,7 @@ class Mamba2Case(Case):
 def common_cases(device: torch.device) -> tuple[Case, ...]:
     """Granite 4's layer, and LFM2's."""
     del device
-    mamba = Mamba2Case(48, 64, 1, 128, 4, True, "before the norm", 1e-5, (0.0, float("inf")), torch.bfloat16)
+    mamba = Mamba2Case(48, 64, 1, 128, 4, True, True, "before the norm", 1e-5, (0.0, float("inf")), torch.bfloat16)
     return mamba, ShortConvCase(2048, 3, has_bias=False, dtype=torch.bfloat16)
 
 
@@ -286,6 +290,7 @@ def small_cases(device: torch.device) -> dict[str, Case]:
             dim=20,
             groups=2,
             state=24,
+            has_silu=True,
             gate="before the norm",
             limits=(0.0, float("inf")),
             dtype=torch.bfloat16,
@@ -296,6 +301,7 @@ def small_cases(device: torch.device) -> dict[str, Case]:
             dim=16,
             groups=1,
             state=16,
+            has_silu=False,
             gate="after the norm",
             limits=(0.2, 1.0),
             dtype=torch.float16,
