@@ -4,11 +4,14 @@ Those that only one architecture reads are in its `ConfigFacts`.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from models.config.fields import Fields
@@ -230,7 +233,9 @@ _FIXED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """By `model_type` of text parts: values that transformers' code always has, whatever config.json says."""
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embeddings.weight")
-_NUM_SAMPLES = 64
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_PIECE = 1 << 20
+"""Elements, or bytes, of two tensors that are compared at a time."""
 _MOST_HEADER_BYTES = 100_000_000
 """As safetensors allows."""
 _ROPES = frozenset({"rope_parameters", "rope_scaling"})
@@ -249,9 +254,8 @@ def of_text_kind(section: Fields, kind: str) -> Fields:
 
 
 def has_own_head(checkpoint: Path) -> bool:
-    """Whether the checkpoint has weights of a language-model head that are not those of its embedding: transformers
-    then ties the two in no case. Rows from all over the vocabulary are compared. Damaged files are reported when they
-    are loaded."""
+    """Whether the checkpoint has weights of a language-model head that no embedding has: transformers then ties the
+    two in no case. Damaged files are reported when they are loaded."""
     single, index = checkpoint / "model.safetensors", checkpoint / "model.safetensors.index.json"
     try:
         if single.is_file():
@@ -260,31 +264,64 @@ def has_own_head(checkpoint: Path) -> bool:
         else:
             weight_map = Fields.from_file(index).section("weight_map") if index.is_file() else None
             files = {} if weight_map is None else dict(weight_map.values)
-        head = next((name for name in files if name.endswith(_HEAD)), None)
-        if head is None:
+        name = next((name for name in files if name.endswith(_HEAD)), None)
+        if name is None:
             return False
-        own = _sampled(checkpoint / files[head], head)
-        others = (_sampled(checkpoint / files[name], name) for name in files if name.endswith(_EMBEDDINGS))
-        return any(other[:2] == own[:2] and other[2] != own[2] for other in others)
-    except (SafetensorError, OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
+        head = _stored(checkpoint / files[name], name)
+        embeddings = (_stored(checkpoint / files[each], each) for each in files if each.endswith(_EMBEDDINGS))
+        return not any(_are_equal(head, each) for each in embeddings)
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError):
         return False
 
 
-def _sampled(file: Path, name: str) -> tuple[str, list[int], bytes]:
-    """A tensor's type, its shape, and the bytes of some of its rows."""
+class _Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str
+    shape: list[int]
+    start: int
+    num_bytes: int
+
+
+def _stored(file: Path, name: str) -> _Stored:
     with file.open("rb") as data:
         size = int.from_bytes(data.read(8), "little")
         if size > _MOST_HEADER_BYTES:
             raise ValueError(f"the header of {file} has {size} bytes")
         header = json.loads(data.read(size))[name]
-        first, end = header["data_offsets"]
-        shape: list[int] = header["shape"]
-        row = (end - first) // shape[0]
-        found = []
-        for number in range(0, shape[0], max(1, shape[0] // _NUM_SAMPLES)):
-            data.seek(8 + size + first + number * row)
-            found.append(data.read(row))
-    return header["dtype"], shape, b"".join(found)
+    first, end = header["data_offsets"]
+    return _Stored(file, header["dtype"], header["shape"], 8 + size + first, end - first)
+
+
+def _are_equal(one: _Stored, other: _Stored) -> bool:
+    """Whether two tensors have the same values. Of different types, only those that need no scales are compared."""
+    is_alike = one.dtype == other.dtype
+    if one.shape != other.shape or not (is_alike or {one.dtype, other.dtype} <= _FLOAT_BYTES.keys()):
+        return False
+    count = one.num_bytes if is_alike else math.prod(one.shape)
+    widths = [1 if is_alike else _FLOAT_BYTES[each.dtype] for each in (one, other)]
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        for start in range(0, count, _PIECE):
+            number = min(_PIECE, count - start)
+            found, compared = first.read(number * widths[0]), second.read(number * widths[1])
+            if len(found) < number * widths[0] or len(compared) < number * widths[1]:
+                raise ValueError(f"{one.file} or {other.file} ends before its tensors")
+            if is_alike:
+                is_equal = found == compared
+            else:
+                is_equal = np.array_equal(_numbers(found, one.dtype), _numbers(compared, other.dtype))
+            if not is_equal:
+                return False
+    return True
+
+
+def _numbers(data: bytes, dtype: str) -> npt.NDArray[Any]:
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(data, f"<f{_FLOAT_BYTES[dtype]}")
 
 
 def with_left_out(config: Fields, architecture: str, *, is_text_part: bool) -> Fields:
