@@ -25,6 +25,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_accurate": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "gelu_python": "gelu",
     "gelu_python_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",

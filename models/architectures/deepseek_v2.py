@@ -43,22 +43,30 @@ class DeepseekAttention(MLAAttention):
         return None if self.growth is None else self.growth.scales()
 
 
-_EXPERTS = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"}
+_ADJACENT_PAIRS = {"rope_interleave": True}
+_EXPERTS = {"num_local_experts": "n_routed_experts"}
+_EXPERTS_OR_OLD = {**_EXPERTS, "num_experts": "n_routed_experts"}
 _V2_FACTS = ConfigFacts(
-    defaults={"first_k_dense_replace": 0}, renamed=_EXPERTS, head_dim_field=LATENT_HEAD, has_mlp_bias=True
+    defaults={"first_k_dense_replace": 0},
+    renamed={"num_experts": "n_routed_experts"},
+    fixed=_ADJACENT_PAIRS,
+    head_dim_field=LATENT_HEAD,
+    has_mlp_bias=True,
 )
 _V3_DEFAULTS = {"first_k_dense_replace": 3, "n_group": 8, "num_experts_per_tok": 8, "topk_group": 4}
 _V3_FACTS = ConfigFacts(defaults=_V3_DEFAULTS, renamed=_EXPERTS, head_dim_field=LATENT_HEAD)
 _V32_FACTS = ConfigFacts(
     defaults={**_V3_DEFAULTS, "index_topk": 2048},
-    renamed=_EXPERTS,
+    renamed=_EXPERTS_OR_OLD,
+    fixed=_ADJACENT_PAIRS,
     head_dim_field=LATENT_HEAD,
     layer_kinds=INDEXED_LAYERS,
 )
 
 _GLM5_FACTS = ConfigFacts(
     defaults={"first_k_dense_replace": 3, "n_group": 1, "n_shared_experts": 1, "topk_group": 1},
-    renamed=_EXPERTS,
+    renamed=_EXPERTS_OR_OLD,
+    fixed=_ADJACENT_PAIRS,
     head_dim_field=LATENT_HEAD,
     layer_kinds=INDEXED_LAYERS,
 )
@@ -68,7 +76,7 @@ _LITE_FACTS = ConfigFacts(
     defaults={"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     head_dim_field=LATENT_HEAD,
     rotates_parts=True,
-    renamed={"num_local_experts": "n_routed_experts"},
+    renamed=_EXPERTS,
 )
 
 
@@ -97,7 +105,7 @@ _MISTRAL4_FACTS = ConfigFacts(
     },
     complete=_rotated_parts,
     head_dim_field=LATENT_HEAD,
-    renamed={"num_local_experts": "n_routed_experts"},
+    renamed=_EXPERTS,
 )
 
 
@@ -166,7 +174,7 @@ def _indexer(config: ModelConfig, name: str) -> LightningIndexer:
         head_dim=head_dim,
         top_k=fields.integer("index_topk"),
         max_len=config.max_model_len,
-        interleaved=config.architecture == _GLM5 and fields.boolean("indexer_rope_interleave", True),
+        interleaved=config.architecture == _GLM5,
     )
 
 

@@ -36,7 +36,7 @@ class GemmaForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         require_causal(config)
-        if config.activation == "gelu":
+        if config.fields.values.get("hidden_act") == "gelu":
             # The first checkpoints declare `gelu`, but were trained with its tanh approximation.
             config = replace(config, activation="gelu_tanh")
         super().__init__(config, parallel)

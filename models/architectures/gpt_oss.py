@@ -143,7 +143,11 @@ class GptOssMLP(nn.Module):
         return self.experts(hidden, *self.router(hidden))  # type: ignore[no-any-return]
 
 
-_FACTS = ConfigFacts(defaults={"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0}, full_attention_every=2)
+_FACTS = ConfigFacts(
+    defaults={"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0},
+    renamed={"num_experts": "num_local_experts"},
+    full_attention_every=2,
+)
 
 
 @architecture("GptOssForCausalLM", _FACTS)

@@ -56,7 +56,11 @@ class HunYuanMoE(nn.Module):
         return self.experts(hidden, *self.gate(hidden), self.shared_mlp(hidden))  # type: ignore[no-any-return]
 
 
-_FACTS = ConfigFacts(defaults={"rms_norm_eps": 1e-5}, has_ntk_alpha=True)
+_FACTS = ConfigFacts(
+    defaults={"rms_norm_eps": 1e-5},
+    renamed={"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
+    has_ntk_alpha=True,
+)
 
 
 @architecture("HunYuanDenseV1ForCausalLM", _FACTS)
@@ -98,13 +102,12 @@ _HY3 = ConfigFacts(
     defaults={
         "first_k_dense_replace": 1,
         "head_dim": 128,
-        "n_group": 1,
         "n_shared_experts": 1,
         "rms_norm_eps": 1e-5,
         "rope_theta": 11158840.0,
         "routed_scaling_factor": 2.826,
-        "topk_group": 1,
     },
+    fixed={"n_group": 1, "norm_topk_prob": True, "topk_group": 1},
     renamed={
         "num_experts": "n_routed_experts",
         "num_local_experts": "n_routed_experts",
