@@ -1,7 +1,6 @@
 """DeepSeek-V4: compressed attention, hyper-connections, and experts that some layers select by token id."""
 
 import dataclasses
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +20,7 @@ from models.layers.moe import ExpertNames, FusedMoE
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.layers.routing import HashRouter, experts_per_token
-from models.ops.activation import GatedActivation, clipped_swiglu
+from models.ops.activation import clipped_activation
 from models.ops.columns import join_columns
 from models.ops.types import Rotation
 from models.parallel.tensor_parallel import TensorParallel
@@ -99,8 +98,6 @@ def _complete(fields: Fields) -> Fields:
     """Add the fields that follow from others, with transformers' names."""
     values, count = dict(fields.values), fields.integer("num_hidden_layers")
     values["intermediate_size"] = fields.integer("moe_intermediate_size")
-    if fields.string("hidden_act", "silu") not in ("silu", "swish"):
-        raise fields.invalid("hidden_act", '"silu", the only one that is implemented')
     rates = fields.section("compress_rates") or Fields({}, fields.where)
     values["compress_rates"] = {
         kind: fields.integer(own) if fields.has(own) else rates.integer(kind, default)
@@ -150,7 +147,7 @@ class DeepseekV4MoE(nn.Module):
         kinds = fields.strings("mlp_layer_types")
         if len(kinds) != config.num_hidden_layers or not set(kinds) <= {_HASHED, _ROUTED}:
             raise fields.invalid("mlp_layer_types", f"a list of {_HASHED} or {_ROUTED}, one per layer")
-        activation: GatedActivation = partial(clipped_swiglu, limit=fields.number("swiglu_limit"))
+        activation = clipped_activation(config.activation, fields.number("swiglu_limit"))
         count = fields.integer("n_routed_experts")
         self.gate = HashRouter(
             size,

@@ -1,6 +1,5 @@
 """GLM-5.3-Flash: Kimi Linear's delta rule, latent attention to selected pools of tokens, and hyper-connections."""
 
-from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from models.layers.linear import VocabParallelEmbedding
 from models.layers.mla import MLAAttention, MLAShape
 from models.layers.moe import FusedMoE
 from models.layers.norm import RMSNorm
-from models.ops.activation import GatedActivation, clipped_swiglu
+from models.ops.activation import clipped_activation
 from models.ops.cpu import runtime
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -221,18 +220,20 @@ class Glm5NextForCausalLM(LlamaForCausalLM):
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """The body of the model: all modules except the head."""
-        if config.activation != "silu":
-            raise config.fields.invalid("hidden_act", '"silu", the only activation that is clipped')
         return Glm5NextModel(config, parallel)
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Routed and shared experts in sparse layers, a dense network in the others, with clipped activations."""
+        """Routed and shared experts in sparse layers, a dense network in the others, with clipped activations.
+
+        That of routed experts is SiLU, whatever `hidden_act` says.
+        """
         made = DeepseekV2ForCausalLM.feed_forward(config, layer, parallel)
-        activation: GatedActivation = partial(clipped_swiglu, limit=config.fields.number("swiglu_limit"))
+        limit = config.fields.number("swiglu_limit")
         for part in made.modules():
             if isinstance(part, LlamaMLP | FusedMoE):
-                part.activation = activation
+                name = "silu" if isinstance(part, FusedMoE) else config.activation
+                part.activation = clipped_activation(name, limit)
         return made
 
     def kv_cache_layers(self) -> list[CacheSpec]:

@@ -185,7 +185,7 @@ def mamba_mixer(
         dim,
         groups,
         fields.integer("mamba_d_state"),
-        fields.integer("mamba_d_conv", minimum=2),
+        fields.integer("mamba_d_conv"),
     )
     return Mamba2Mixer(f"model.layers.{layer}.mamba", shape, options, parallel)
 

@@ -85,7 +85,7 @@ def _mixer(config: ModelConfig, layer: int, parallel: TensorParallel) -> MambaMi
         config.hidden_size,
         fields.integer("mamba_expand") * config.hidden_size,
         fields.integer("mamba_d_state"),
-        fields.integer("mamba_d_conv", minimum=2),
+        fields.integer("mamba_d_conv"),
         mamba_rank(fields, "mamba_dt_rank"),
         bias=fields.boolean("mamba_proj_bias", False),
         conv_bias=fields.boolean("mamba_conv_bias", True),

@@ -112,7 +112,7 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         kinds = fields.strings("layer_types")
         if "sliding_attention" in kinds:
             raise fields.invalid("layer_types", "a list without sliding_attention")
-        kernel_size, bias = fields.integer("conv_L_cache", 3, minimum=2), fields.boolean("conv_bias", False)
+        kernel_size, bias = fields.integer("conv_L_cache", 3), fields.boolean("conv_bias", False)
 
         def decoder_layer(layer: int) -> nn.Module:
             feed_forward = self.feed_forward(config, layer, parallel)
@@ -260,7 +260,7 @@ class Lfm3ForCausalLM(Lfm2ForCausalLM):
         """The body of the model: all modules except the head."""
         fields = config.fields
         kinds = fields.strings("layer_types")
-        kernel_size, bias = fields.integer("conv_L_cache", 7, minimum=2), fields.boolean("conv_bias", False)
+        kernel_size, bias = fields.integer("conv_L_cache", 7), fields.boolean("conv_bias", False)
 
         def make_layer(layer: int) -> nn.Module:
             name, size, conv = f"model.layers.{layer}.conv", config.hidden_size, None

@@ -16,7 +16,7 @@ from models.layers.moe import FusedMoE, is_stacked
 from models.layers.norm import UnitRMSNorm
 from models.layers.parameter import WeightPart
 from models.layers.rotary import position_scales
-from models.layers.routing import GroupedRouter
+from models.layers.routing import GroupedRouter, experts_per_token
 from models.ops.activation import gated_activation
 from models.ops.norm import scale_rows
 from models.ops.types import HeadNorms
@@ -70,15 +70,14 @@ class Llama4Experts(FusedMoE):
 
 
 class Llama4MoE(nn.Module):
-    """One routed expert per token, whose input is scaled by the router's score, and a shared expert."""
+    """Routed experts, whose inputs are scaled by the router's scores, and a shared expert."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         fields, size = config.fields, config.hidden_size
         num_experts = fields.integer("num_local_experts", 16)
-        if fields.integer("num_experts_per_tok", 1) != 1:
-            raise fields.invalid("num_experts_per_tok", "1: inputs of several experts are not scaled apart")
-        self.router = GroupedRouter(size, num_experts, 1, renormalize=False, has_correction_bias=False)
+        top_k = experts_per_token(fields.with_defaults({"num_experts_per_tok": 1}), num_experts)
+        self.router = GroupedRouter(size, num_experts, top_k, renormalize=False, has_correction_bias=False)
         self.experts = Llama4Experts(
             size,
             config.intermediate_size,
@@ -91,8 +90,22 @@ class Llama4MoE(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         scores, ids = self.router(hidden)
+        shared: torch.Tensor | None = self.shared_expert(hidden)
+        if ids.shape[1] == 1:
+            return self._routed(hidden, scores, ids, shared)
+        # Each expert of a token reads an input of its own.
+        out = torch.zeros_like(hidden)
+        for expert in range(ids.shape[1]):
+            own = slice(expert, expert + 1)
+            out += self._routed(hidden, scores[:, own].contiguous(), ids[:, own].contiguous(), shared)
+            shared = None
+        return out
+
+    def _routed(
+        self, hidden: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor, shared: torch.Tensor | None
+    ) -> torch.Tensor:
         scaled, weights = scale_rows(hidden, scores)
-        return self.experts(scaled, weights, ids, self.shared_expert(hidden))  # type: ignore[no-any-return]
+        return self.experts(scaled, weights, ids, shared)  # type: ignore[no-any-return]
 
 
 def _chunked(fields: Fields, num_layers: int) -> Sequence[bool]:

@@ -64,7 +64,7 @@ class Mamba2ForCausalLM(HybridForCausalLM):
             raise fields.invalid("num_heads", f"expand times hidden_size, shared by heads of {dim}")
         require_divisor(fields, "n_groups", groups, "num_heads", heads)
         has_bias = fields.boolean("use_bias", False)
-        state, taps = fields.integer("state_size"), fields.integer("conv_kernel", minimum=2)
+        state, taps = fields.integer("state_size"), fields.integer("conv_kernel")
         options = Mamba2Options(
             in_bias=has_bias,
             out_bias=has_bias,
@@ -107,7 +107,7 @@ class MambaForCausalLM(Mamba2ForCausalLM):
             config.hidden_size,
             config.intermediate_size,
             fields.integer("state_size"),
-            fields.integer("conv_kernel", minimum=2),
+            fields.integer("conv_kernel"),
             mamba_rank(fields, "time_step_rank"),
             bias=fields.boolean("use_bias", False),
             conv_bias=fields.boolean("use_conv_bias", True),

@@ -217,7 +217,7 @@ def _mamba_mixer(config: ModelConfig, layer: int, parallel: TensorParallel) -> M
         fields.integer("mamba_head_dim"),
         groups,
         fields.integer("ssm_state_size"),
-        fields.integer("conv_kernel", minimum=2),
+        fields.integer("conv_kernel"),
     )
     options = Mamba2Options(
         in_bias=has_bias,

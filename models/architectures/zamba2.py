@@ -211,7 +211,7 @@ def _mixer(config: ModelConfig, layer: int, parallel: TensorParallel) -> Mamba2M
     inner = int(fields.number("mamba_expand") * config.hidden_size)
     require_divisor(fields, "n_mamba_heads", heads, "mamba_expand * hidden_size", inner)
     require_divisor(fields, "mamba_ngroups", groups, "n_mamba_heads", heads)
-    state, kernel = fields.integer("mamba_d_state"), fields.integer("mamba_d_conv", minimum=2)
+    state, kernel = fields.integer("mamba_d_state"), fields.integer("mamba_d_conv")
     shape = Mamba2Shape(config.hidden_size, heads, inner // heads, groups, state, kernel)
     options = Mamba2Options(
         in_bias=config.mlp_bias,

@@ -108,7 +108,8 @@ class ShortConvolution(nn.Module):
     activation. The operators compute SiLU with the convolution, and other activations after it.
 
     The checkpoint's weight is [channels, 1, taps]. Here it is [taps, channels], because channels are contiguous in the
-    input. The cache holds a sequence's last `taps - 1` inputs as [taps - 1, channels].
+    input. The cache holds a sequence's last `taps - 1` inputs as [taps - 1, channels]. A weight of one tap has a
+    second one here, which is 0, because no kernel has a cache of no inputs.
     """
 
     def __init__(
@@ -126,7 +127,8 @@ class ShortConvolution(nn.Module):
         super().__init__()
         self.spans, self.whole, self.has_silu = spans, whole, activation == "silu"
         self.other_activation = None if activation is None or self.has_silu else ACTIVATIONS[activation]
-        self.weight = empty_parameter(taps, channels, weight_loader=self._load)
+        self.stored_taps = taps
+        self.weight = empty_parameter(max(taps, 2), channels, weight_loader=self._load)
         self.bias = empty_parameter(channels, weight_loader=self._load) if bias else None
 
     @property
@@ -207,11 +209,14 @@ class ShortConvolution(nn.Module):
         return F.silu(out) if self.has_silu else out
 
     def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
-        taps = self.weight.shape[0]
         is_bias = parameter is self.bias
-        require_shape(loaded, (self.whole,) if is_bias else (self.whole, 1, taps))
+        require_shape(loaded, (self.whole,) if is_bias else (self.whole, 1, self.stored_taps))
         mine = torch.cat([loaded[first : first + count] for first, count in self.spans])
-        parameter.data.copy_(mine if is_bias else mine[:, 0].T)
+        if is_bias:
+            parameter.data.copy_(mine)
+        else:
+            parameter.data[: -self.stored_taps] = 0
+            parameter.data[-self.stored_taps :] = mine[:, 0].T
 
 
 def convolution_cache(layer_name: str, convolution: ShortConvolution) -> StateCacheSpec:

@@ -105,6 +105,18 @@ def clipped_swiglu(gate_up: torch.Tensor, *, limit: float) -> torch.Tensor:
     return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
+def clipped_activation(name: str, limit: float) -> GatedActivation:
+    """As `gated_activation`, with a row's halves clamped to `limit` first. torch clamps for others than SiLU."""
+    if name == "silu":
+        return partial(clipped_swiglu, limit=limit)
+    return partial(_clipped, activation=gated_activation(name), limit=limit)
+
+
+def _clipped(gate_up: torch.Tensor, *, activation: GatedActivation, limit: float) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(torch.cat((gate.clamp(max=limit), up.clamp(-limit, limit)), dim=-1))
+
+
 _GATED = {SILU: swiglu, GELU_TANH: geglu_tanh, GELU: geglu, RELU: reglu, RELU_SQUARED: squared_reglu}
 _OPERATORS: dict[GatedActivation, int] = {gated: number for number, gated in _GATED.items()}
 _PARAMETRIC: dict[Callable[..., torch.Tensor], int] = {clamped_swiglu: CLAMPED_SILU, clipped_swiglu: CLIPPED_SILU}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from models.config.defaults import has_own_head
 from tests.parity.checkpoints import edit_json, make_checkpoint
@@ -19,15 +20,21 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "CwmForCausalLM": {"mlp_bias": True},
     "DeepseekV2ForCausalLM": {"mlp_bias": True},
     "DeepseekV3ForCausalLM": {"norm_topk_prob": None, "rope_interleave": None},
+    "DeepseekV4ForCausalLM": {"hidden_act": "gelu", "swiglu_limit": 0.5},
     "Ernie4_5_MoeForCausalLM": {"use_bias": True},
     "FalconForCausalLM": {"parallel_attn": None},
     "FalconH1ForCausalLM": {"hidden_act": "gelu"},
     "FalconMambaForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
-    "GraniteMoeHybridForCausalLM": {"hidden_act": "gelu"},
-    "JambaForCausalLM": {"hidden_act": "gelu"},
+    "GemmaForCausalLM": {"hidden_act": "gelu_python"},
+    "Glm5NextForCausalLM": {"hidden_act": "relu", "swiglu_limit": 0.5},
+    "GraniteMoeHybridForCausalLM": {"hidden_act": "gelu", "mamba_d_conv": 1},
+    "JambaForCausalLM": {"hidden_act": "gelu", "mamba_d_conv": 1},
     "KimiLinearForCausalLM": {"hidden_act": "gelu"},
     "Mamba2ForCausalLM": {"hidden_act": "gelu"},
+    "Lfm2ForCausalLM": {"conv_L_cache": 1},
+    "Llama4ForCausalLM": {"num_experts_per_tok": 2},
     "LlamaForCausalLM": {"rms_norm_eps": 0.0, "hidden_act": "gelu_python_tanh"},
+    "LlamaForCausalLM, exact GELU": {"hidden_act": "gelu_python"},
     "MambaForCausalLM": {"hidden_act": "relu"},
     "MiniMaxForCausalLM": {"hidden_act": "gelu"},
     "MiniMaxForCausalLM, window": {"sliding_window": 9},
@@ -60,8 +67,13 @@ def test_a_rare_option_is_computed_as_transformers_does(option: str, tmp_path: P
 
 
 _IGNORED: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {"num_local_experts": 3, "rope_interleave": False},
+    "DeepseekV32ForCausalLM": {"rope_interleave": False},
+    "DeepseekV3ForCausalLM": {"num_experts": 3},
     "Exaone4ForCausalLM": {"attention_bias": True},
+    "GlmMoeDsaForCausalLM": {"rope_interleave": False, "indexer_rope_interleave": False},
     "Gemma4ForCausalLM": {"partial_rotary_factor": 0.5},
+    "HYV3ForCausalLM": {"n_group": 2, "topk_group": 1, "norm_topk_prob": False},
     "MiniMaxM2ForCausalLM": {"attention_bias": True},
     "Ministral3ForCausalLM, queries that grow early, window, tied": {
         "layer_types": ["full_attention", "sliding_attention"]
@@ -103,6 +115,9 @@ _OTHER_NAMES = {
     "Dots1ForCausalLM": ("n_routed_experts", "num_local_experts"),
     "Ernie4_5_MoeForCausalLM": ("moe_k", "num_experts_per_tok"),
     "Glm4MoeForCausalLM": ("n_routed_experts", "num_local_experts"),
+    "GlmMoeDsaForCausalLM": ("n_routed_experts", "num_experts"),
+    "GptOssForCausalLM": ("num_local_experts", "num_experts"),
+    "HunYuanMoEV1ForCausalLM": ("moe_topk", "num_experts_per_tok"),
     "MiniMaxM2ForCausalLM": ("num_local_experts", "num_experts"),
     "MixtralForCausalLM": ("num_local_experts", "num_experts"),
     "OlmoeForCausalLM": ("num_experts", "num_local_experts"),
@@ -126,6 +141,27 @@ def test_a_field_may_have_the_other_name_that_transformers_reads(architecture: s
     name, other = _OTHER_NAMES[architecture]
     edit_json(path / "config.json", **{name: None, other: json.loads((path / "config.json").read_text())[name]})
     assert_computes(Reference(path), tokens, PagedModel(path, model_impl="kaon").logits(tokens))
+
+
+@pytest.mark.parametrize(
+    ("head", "dtype", "is_own"),
+    [
+        ("the same", torch.bfloat16, False),
+        ("one number differs", torch.bfloat16, True),
+        ("the same", torch.float32, False),
+        ("one number differs", torch.float32, True),
+        ("the same bytes", torch.float16, True),
+        ("the same bytes", torch.int8, True),
+    ],
+)
+def test_a_head_is_its_own_if_a_number_differs_whatever_the_types(
+    head: str, dtype: torch.dtype, is_own: bool, tmp_path: Path
+) -> None:
+    embedding = torch.randn(2100, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    own = embedding.view(dtype)[:, :512].clone() if head == "the same bytes" else embedding.to(dtype, copy=True)
+    own[-1, -1] += head == "one number differs"
+    save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": own}, tmp_path / "model.safetensors")
+    assert has_own_head(tmp_path) is is_own
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "80KB"])
