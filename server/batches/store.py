@@ -266,6 +266,8 @@ class BatchStore:
         self._arriving: Counter[str] = Counter()
         """Bytes of incomplete uploads, by owner."""
         self._lock = threading.RLock()
+        self._counts: dict[str, tuple[int, int, int]] = {}
+        """Lines of unfinished batches: all, succeeded and failed. Counting 50,000 rows takes 10 ms, with the lock."""
         self._database: sqlite3.Connection | None = None
         self._lock_file: IO[bytes] | None = None
         self._is_closed = False
@@ -546,11 +548,13 @@ class BatchStore:
                 )
                 if status in BATCH_ENDED:
                     database.execute("DELETE FROM lines WHERE batch = ?", (id,))
+                    self._counts.pop(id, None)
         return self._with_counts(batch)
 
     def begin(self, id: str, lines: list[LineAt]) -> None:
         """Add the lines of a validated batch, and set its status to `in_progress`."""
         with self._transaction() as database:
+            self._counts.pop(id, None)
             database.execute("DELETE FROM lines WHERE batch = ?", (id,))
             database.executemany(
                 "INSERT INTO lines (batch, number, start, length, custom_id) VALUES (?, ?, ?, ?, ?)",
@@ -583,11 +587,15 @@ class BatchStore:
 
     def record(self, id: str, number: int, answer: bytes, *, succeeded: bool) -> None:
         """Store the output line of a line. A second one for the same line is dropped."""
-        with self._transaction() as database:
-            database.execute(
-                "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ? AND state = 0",
-                (SUCCEEDED if succeeded else FAILED, answer, id, number),
-            )
+        with self._lock:
+            with self._transaction() as database:
+                changed = database.execute(
+                    "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ? AND state = 0",
+                    (SUCCEEDED if succeeded else FAILED, answer, id, number),
+                ).rowcount
+            if changed and (counts := self._counts.get(id)) is not None:
+                total, completed, failed = counts
+                self._counts[id] = total, completed + succeeded, failed + (not succeeded)
 
     def finish(self, batch: Batch, status: BatchStatus, errors: list[BatchError] | None = None) -> None:
         """Write the output and error files of a batch, and end it with `status`, unless it has ended.
@@ -601,6 +609,7 @@ class BatchStore:
         why = {"expired": _EXPIRED, "cancelled": _CANCELLED}.get(status)
         if why is not None:
             with self._transaction() as database:
+                self._counts.pop(id, None)
                 undone = database.execute("SELECT number, custom_id FROM lines WHERE batch = ? AND state = 0", (id,))
                 database.executemany(
                     "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ?",
@@ -643,11 +652,15 @@ class BatchStore:
     def _with_counts(self, batch: BatchObject) -> BatchObject:
         """Return `batch` with the present counts of its lines; if it has ended, they are stored with it."""
         if batch.status not in BATCH_ENDED:
-            rows = self._query("SELECT state, COUNT(*) AS n FROM lines WHERE batch = ? GROUP BY state", batch.id)
-            by_state = {row["state"]: row["n"] for row in rows}
-            batch.request_counts = RequestCounts(
-                sum(by_state.values()), by_state.get(SUCCEEDED, 0), by_state.get(FAILED, 0)
-            )
+            with self._lock:
+                counts = self._counts.get(batch.id)
+                if counts is None:
+                    query = "SELECT state, COUNT(*) AS n FROM lines WHERE batch = ? GROUP BY state"
+                    by_state = {row["state"]: row["n"] for row in self._query(query, batch.id)}
+                    counts = sum(by_state.values()), by_state.get(SUCCEEDED, 0), by_state.get(FAILED, 0)
+                    if by_state:
+                        self._counts[batch.id] = counts
+            batch.request_counts = RequestCounts(*counts)
         return batch
 
     # -- the folder ---------------------------------------------------------------------------------------------

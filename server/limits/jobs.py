@@ -292,6 +292,9 @@ class Jobs:
         # One thread: each further one that reads lines would hold the interpreter lock in turn with the event loop.
         # The number of batches is limited elsewhere, so an accepted batch is not refused here.
         self.batches = FairPool("files of batches", 1, math.inf, accounts)
+        # These mostly wait for the disk, and for the lock of the database. The pool is not closed: an upload may need
+        # it until the server's end.
+        self.store_calls = FairPool("calls of files and batches", 4, 512, accounts)
 
     def of(self, owner: Owner) -> OwnerJobs:
         """Return the pools for the work of one owner."""

@@ -1,10 +1,10 @@
 """`/v1/files` and `/v1/batches`: upload requests, have them computed at low priority, download the answers."""
 
-import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import FileResponse
@@ -87,7 +87,7 @@ async def _upload(
             )
         seconds = _expiry(form.get("expires_after[anchor]"), form.get("expires_after[seconds]"))
         with disk_errors("the file cannot be kept"):
-            return await asyncio.to_thread(_store, runner, file, owner, seconds)
+            return await in_store(http, _store, runner, file, owner, seconds)
     finally:
         await form.close()
 
@@ -142,7 +142,7 @@ async def _counted(http: Request, limit: int, reserve: Callable[[int], None]) ->
             declared = http.headers.get("content-length", "")
             most = min(int(declared), limit) if declared.isdecimal() else limit
             step = max(total - reserved, min(_CHUNK_BYTES, most - reserved))
-            await asyncio.to_thread(reserve, step)
+            await in_store(http, reserve, step)
             reserved += step
         yield chunk
 
@@ -170,7 +170,8 @@ def _expiry(anchor: object, seconds: object) -> int | None:
 async def list_files(http: Request) -> Response:
     """List the uploaded files and the output files of batches."""
     newest_first = is_newest_first(http)
-    page: Page = await asyncio.to_thread(
+    page: Page = await in_store(
+        http,
         runner_of(http).store.files,
         owner_of(http.scope).key or "",
         http.query_params.get("purpose"),
@@ -184,14 +185,14 @@ async def list_files(http: Request) -> Response:
 @endpoints.get("/v1/files/{file_id}", FileObject)
 async def retrieve_file(http: Request, file_id: str) -> Response:
     """Return the metadata of a file."""
-    return as_json(await asyncio.to_thread(runner_of(http).store.file, file_id, owner_of(http.scope).key or ""))
+    return as_json(await in_store(http, runner_of(http).store.file, file_id, owner_of(http.scope).key or ""))
 
 
 @endpoints.get("/v1/files/{file_id}/content", "application/octet-stream")
 async def file_content(http: Request, file_id: str) -> Response:
     """Return the content of a file."""
     owner = owner_of(http.scope)
-    path = await asyncio.to_thread(runner_of(http).store.path, file_id, owner.key or "")
+    path = await in_store(http, runner_of(http).store.path, file_id, owner.key or "")
     return _Content(path, open_files(http).hold(owner))
 
 
@@ -223,7 +224,7 @@ class _Content(FileResponse):
 async def delete_file(http: Request, file_id: str) -> Response:
     """Delete a file, unless it is the input of a batch that has not ended."""
     with disk_errors("the file cannot be deleted"):
-        await asyncio.to_thread(runner_of(http).store.delete_file, file_id, owner_of(http.scope).key or "")
+        await in_store(http, runner_of(http).store.delete_file, file_id, owner_of(http.scope).key or "")
     return as_json(DeletedFile(file_id))
 
 
@@ -237,13 +238,13 @@ async def create_batch(http: Request) -> Response:
     """Compute the requests in a file, at low priority."""
     runner, owner = runner_of(http), owner_of(http.scope)
     request = await read_request(http, BatchRequest, Models.of(http.app).config.server_config)
-    file = await asyncio.to_thread(runner.store.file, request.input_file_id, owner.key or "", "input_file_id")
+    file = await in_store(http, runner.store.file, request.input_file_id, owner.key or "", "input_file_id")
     if file.purpose != "batch":
         raise BadRequest(f"input_file_id is {file.id}, which a batch wrote; upload the input", param="input_file_id")
     batch = new_batch(file.id, request.endpoint, DAY, request.metadata)
     seconds = None if request.output_expires_after is None else request.output_expires_after.seconds
     with disk_errors("the batch cannot be kept"):
-        await asyncio.to_thread(runner.store.add_batch, batch, owner.key or "", owner.party, seconds)
+        await in_store(http, runner.store.add_batch, batch, owner.key or "", owner.party, seconds)
     runner.run(Batch(batch, owner.key or "", owner.party))
     return as_json(batch)
 
@@ -252,8 +253,8 @@ async def create_batch(http: Request) -> Response:
 async def list_batches(http: Request) -> Response:
     """List the batches, newest first."""
     after, limit = http.query_params.get("after"), _limit_of(http, _BATCHES_PAGE)
-    page: Page = await asyncio.to_thread(
-        runner_of(http).store.batches, owner_of(http.scope).key or "", "batch", after, limit
+    page: Page = await in_store(
+        http, runner_of(http).store.batches, owner_of(http.scope).key or "", "batch", after, limit
     )
     return as_json(BatchList(data=page.data, has_more=page.has_more, first_id=_first(page), last_id=_last(page)))
 
@@ -261,14 +262,14 @@ async def list_batches(http: Request) -> Response:
 @endpoints.get("/v1/batches/{batch_id}", BatchObject)
 async def retrieve_batch(http: Request, batch_id: str) -> Response:
     """Return a batch with its progress."""
-    return as_json(await asyncio.to_thread(runner_of(http).store.batch, batch_id, owner_of(http.scope).key or ""))
+    return as_json(await in_store(http, runner_of(http).store.batch, batch_id, owner_of(http.scope).key or ""))
 
 
 @endpoints.post("/v1/batches/{batch_id}/cancel", BatchObject)
 async def cancel_batch(http: Request, batch_id: str) -> Response:
     """Cancel a batch; its output has the completed answers. A batch that has ended is returned unchanged."""
     runner, owner = runner_of(http), owner_of(http.scope)
-    batch = await asyncio.to_thread(runner.store.batch, batch_id, owner.key or "")
+    batch = await in_store(http, runner.store.batch, batch_id, owner.key or "")
     with disk_errors("the batch cannot be cancelled"):
         return as_json(await runner.cancel(Batch(batch, owner.key or "", owner.party)))
 
@@ -278,6 +279,21 @@ def runner_of(http: Request) -> BatchRunner:
     Models.of(http.app).check_open()
     runner: BatchRunner = http.app.state.batches
     return runner
+
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+async def in_store(
+    http: Request,
+    work: Callable[_Parameters, _Result],
+    *arguments: _Parameters.args,
+    **keywords: _Parameters.kwargs,
+) -> _Result:
+    """Run work on the store in a thread, shared fairly among owners. Raises `TooManyJobs`."""
+    calls = Models.of(http.app).shared.jobs.store_calls
+    return await calls.run(owner_of(http.scope), functools.partial(work, *arguments, **keywords), stays=True)
 
 
 def open_files(http: Request) -> OpenFiles:

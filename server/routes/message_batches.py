@@ -1,6 +1,5 @@
 """`/v1/messages/batches`: Anthropic's batches, which are stored and run like those of `/v1/batches`."""
 
-import asyncio
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
@@ -19,7 +18,7 @@ from server.errors import AnthropicError, BadRequest
 from server.frontend import owner_of
 from server.models import Models
 from server.request_builder import reading
-from server.routes.batches import open_files, runner_of
+from server.routes.batches import in_store, open_files, runner_of
 from server.schemas.batches import (
     BATCH_ENDED,
     DAY,
@@ -66,7 +65,7 @@ async def create_message_batch(http: Request) -> Response:
                 raise BadRequest(f"requests[{index}].custom_id is {each.custom_id!r}, as in an earlier request")
             seen.add(each.custom_id)
         with disk_errors("the batch cannot be kept"):
-            batch = await asyncio.to_thread(_add, runner.store, request, owner.key or "", owner.party)
+            batch = await in_store(http, _add, runner.store, request, owner.key or "", owner.party)
     runner.run(Batch(batch, owner.key or "", owner.party))
     return as_json(_message_batch(batch, runner.store, owner.key or "", http))
 
@@ -93,26 +92,24 @@ async def list_message_batches(http: Request) -> Response:
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return MessageBatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=page.has_more)
 
-    return as_json(await asyncio.to_thread(read))
+    return as_json(await in_store(http, read))
 
 
 @endpoints.get("/v1/messages/batches/{batch_id}", MessageBatch)
 async def retrieve_message_batch(http: Request, batch_id: str) -> Response:
     """Return a batch with its progress."""
     store, owner = runner_of(http).store, owner_of(http.scope).key or ""
-    return as_json(
-        await asyncio.to_thread(lambda: _message_batch(_stored(store, batch_id, owner), store, owner, http))
-    )
+    return as_json(await in_store(http, lambda: _message_batch(_stored(store, batch_id, owner), store, owner, http)))
 
 
 @endpoints.post("/v1/messages/batches/{batch_id}/cancel", MessageBatch)
 async def cancel_message_batch(http: Request, batch_id: str) -> Response:
     """Cancel a batch; its results have the answered messages."""
     runner, owner = runner_of(http), owner_of(http.scope)
-    batch = await asyncio.to_thread(_stored, runner.store, batch_id, owner.key or "")
+    batch = await in_store(http, _stored, runner.store, batch_id, owner.key or "")
     with disk_errors("the batch cannot be cancelled"):
         batch = await runner.cancel(Batch(batch, owner.key or "", owner.party))
-    return as_json(await asyncio.to_thread(_message_batch, batch, runner.store, owner.key or "", http))
+    return as_json(await in_store(http, _message_batch, batch, runner.store, owner.key or "", http))
 
 
 @endpoints.delete("/v1/messages/batches/{batch_id}", DeletedMessageBatch)
@@ -120,8 +117,8 @@ async def delete_message_batch(http: Request, batch_id: str) -> Response:
     """Delete a batch that has ended, with its results."""
     with disk_errors("the batch cannot be deleted"):
         store, owner = runner_of(http).store, owner_of(http.scope).key or ""
-        await asyncio.to_thread(_stored, store, batch_id, owner)
-        await asyncio.to_thread(store.delete_batch, batch_id, owner)
+        await in_store(http, _stored, store, batch_id, owner)
+        await in_store(http, store.delete_batch, batch_id, owner)
     return as_json(DeletedMessageBatch(batch_id))
 
 
@@ -137,7 +134,7 @@ async def message_batch_results(http: Request, batch_id: str) -> Response:
             raise BadRequest(f"{batch_id} has not ended; its results can be read when it has")
         return [store.path(id, owner) for id in (batch.output_file_id, batch.error_file_id) if id is not None]
 
-    return _Results(await asyncio.to_thread(outputs), open_files(http).hold(holder))
+    return _Results(await in_store(http, outputs), open_files(http).hold(holder))
 
 
 class _Results(StreamingResponse):

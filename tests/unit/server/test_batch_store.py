@@ -34,6 +34,7 @@ from server.batches.store import (
 from server.errors import BadRequest, ShuttingDown
 from server.limits.accounts import Accounts
 from server.limits.admission import OpenFiles
+from server.limits.jobs import Jobs
 from server.limits.owners import Owner
 from server.routes import message_batches
 from server.schemas.batches import BatchUsage, CachedTokens, ReasoningTokens
@@ -152,6 +153,35 @@ def test_a_line_that_no_server_would_take_fails_before_it_is_decoded(
     assert (error.code, error.line) == ("line_too_long", 2)
 
 
+def test_the_lines_of_a_running_batch_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of four running batches of 50,000 lines let other keys' calls wait for 2.7 s."""
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    id, counted, query = batch.object.id, [], store._query
+
+    def queried(statement: str, *values: Any) -> list[sqlite3.Row]:
+        if "COUNT" in statement:
+            counted.append(statement)
+        return query(statement, *values)
+
+    monkeypatch.setattr(store, "_query", queried)
+
+    def counts() -> tuple[int, int, int]:
+        found = store.batch(id, "me").request_counts
+        return found.total, found.completed, found.failed
+
+    assert counts() == (3, 0, 0)
+    store.record(id, 0, output_line("a"), succeeded=True)
+    store.record(id, 0, output_line("a"), succeeded=False)  # It is dropped.
+    store.record(id, 1, output_line("b"), succeeded=False)
+    assert counts() == (3, 1, 1)
+    assert store.batches("me", "batch", None, 10).data[0].request_counts.failed == 1
+    assert not counted  # They were when they were added.
+    store.finish(batch, "cancelled")
+    assert counts() == (3, 1, 2)
+    assert not store._counts
+
+
 # -- a batch's life ---------------------------------------------------------------------------------------------
 
 
@@ -263,12 +293,20 @@ def ended_messages(store: BatchStore) -> str:
     return added.id
 
 
+def serve_messages(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the routes of message batches use `store`, and threads of their own."""
+    accounts = Accounts()
+    jobs, files = Jobs(accounts), OpenFiles(accounts)
+    shared = SimpleNamespace(jobs=jobs, open_files=files)
+    monkeypatch.setattr("server.routes.batches.Models.of", lambda app: SimpleNamespace(shared=shared))
+    monkeypatch.setattr(message_batches, "runner_of", lambda http: SimpleNamespace(store=store))
+
+
 async def test_the_event_loop_never_waits_for_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The start of a batch with many lines holds its lock for a tenth of a second, which all streams would wait."""
     store = BatchStore(tmp_path / "data", 10**6)
     id = ended_messages(store)
-    monkeypatch.setattr(message_batches, "runner_of", lambda http: SimpleNamespace(store=store))
-    monkeypatch.setattr(message_batches, "open_files", lambda http: OpenFiles(Accounts()))
+    serve_messages(store, monkeypatch)
     query, in_loop = store._query, []
 
     def queried(*arguments: Any) -> list[sqlite3.Row]:
@@ -276,7 +314,7 @@ async def test_the_event_loop_never_waits_for_the_store(tmp_path: Path, monkeypa
         return query(*arguments)
 
     monkeypatch.setattr(store, "_query", queried)
-    http = Request({"type": "http", "state": {"owner": Owner("me", key="me")}})
+    http = Request({"type": "http", "app": None, "state": {"owner": Owner("me", key="me")}})
     results = await message_batches.message_batch_results(http, id)
     assert isinstance(results, StreamingResponse)
     assert len([line async for line in results.body_iterator]) == 3
@@ -290,7 +328,7 @@ async def test_a_list_of_message_batches_reads_each_error_file_once(
     """Clients that listed 16 batches of 9000 cancelled lines delayed another key's stream by 188 ms."""
     store = BatchStore(tmp_path / "data", 10**6)
     id = ended_messages(store)
-    monkeypatch.setattr(message_batches, "runner_of", lambda http: SimpleNamespace(store=store))
+    serve_messages(store, monkeypatch)
     opened, open_path = Counter[str](), Path.open
 
     def counted(path: Path, *arguments: Any) -> Any:
@@ -298,7 +336,13 @@ async def test_a_list_of_message_batches_reads_each_error_file_once(
         return open_path(path, *arguments)
 
     monkeypatch.setattr(Path, "open", counted)
-    scope = {"type": "http", "state": {"owner": Owner("me", key="me")}, "query_string": b"", "headers": []}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "app": None,
+        "state": {"owner": Owner("me", key="me")},
+        "query_string": b"",
+        "headers": [],
+    }
     for _ in range(3):
         http = Request({**scope, "server": ("x", 1), "path": "/"})
         [listed] = json.loads(bytes((await message_batches.list_message_batches(http)).body))["data"]
@@ -313,8 +357,8 @@ async def test_batches_of_other_endpoints_are_no_message_batches(
     store = BatchStore(tmp_path / "data", 10**6)
     batch = add_batch(store, THREE, tmp_path)
     store.finish(batch, "cancelled")
-    monkeypatch.setattr(message_batches, "runner_of", lambda http: SimpleNamespace(store=store))
-    http = Request({"type": "http", "state": {"owner": Owner("me", key="me")}})
+    serve_messages(store, monkeypatch)
+    http = Request({"type": "http", "app": None, "state": {"owner": Owner("me", key="me")}})
     for route in (
         message_batches.retrieve_message_batch,
         message_batches.message_batch_results,
