@@ -1,11 +1,8 @@
 """Settings of every test process. Imported by pytest before any test, so before torch."""
 
-import atexit
 import gc
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from tests.processor_time import (
     pytest_terminal_summary,
     pytest_testnodedown,
 )
-from tests.run_folder import run_folder
+from tests.run_folder import own_folder, run_folder
 from tests.worker_order import worker_order
 
 __all__ = [
@@ -39,8 +36,7 @@ if not any(any(Path("/dev").glob(device)) for device in ("kfd", "nvidia[0-9]*", 
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Where servers keep batches by default: not among those of the user who runs the tests.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="kaon-tests-")
-atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+os.environ["XDG_STATE_HOME"] = str(own_folder("kaon-test-state-"))
 
 # The first process of a run makes it, so that those of xdist inherit it.
 run_folder()
