@@ -113,4 +113,7 @@ def _moment(text: str) -> datetime:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a date such as 2027-01-31 nor a span as 90d") from None
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    if moment <= datetime.now(UTC):
+        raise argparse.ArgumentTypeError(f"{text} is past; give a later date, or a time from now: 12h, 90d, 4w")
+    return moment

@@ -9,6 +9,7 @@ import re
 import stat
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,13 @@ def command(*arguments: str) -> int:
 def created(capsys: pytest.CaptureFixture[str], *arguments: str) -> bytes:
     assert command("create", *arguments) == 0
     return capsys.readouterr().out.strip().encode()
+
+
+def expire(file: Path, name: str) -> None:
+    """Let the expiry of a key have passed."""
+    records = KeyFile.load(file)
+    next(record for record in records.keys if record.name == name).expires = datetime(2020, 1, 1, tzinfo=UTC)
+    records.save(file)
 
 
 def keys_of(file: Path) -> ApiKeys:
@@ -75,7 +83,8 @@ def test_the_file_is_replaced_whole_and_only_its_owner_may_read_it(
 
 
 def test_the_list_shows_names_and_no_secret(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    key = created(capsys, "alice", "--file", str(file), "--expires", "2020-01-01").decode()
+    key = created(capsys, "alice", "--file", str(file)).decode()
+    expire(file, "alice")
     assert command("list", "--file", str(file)) == 0
     shown = capsys.readouterr().out
     assert "alice" in shown
@@ -107,7 +116,8 @@ def test_the_refusal_of_two_records_of_one_key_names_them_and_the_remedy(
 
 
 def test_an_expired_key_is_refused_in_words(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    key = created(capsys, "alice", "--file", str(file), "--expires", "2020-01-01")
+    key = created(capsys, "alice", "--file", str(file))
+    expire(file, "alice")
     with pytest.raises(InvalidApiKey, match="has expired"):
         keys_of(file).owner(key)
     later = created(capsys, "bob", "--file", str(file), "--expires", "90d")
@@ -236,6 +246,12 @@ def test_bad_usage_of_the_command_is_code_2(
     assert capsys.readouterr().err.startswith("kaon key: ")
 
 
+def test_a_key_that_would_open_nothing_is_not_created(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("create", "alice", "--file", str(file), "--expires", "2020-01-01") == 2
+    assert "--expires: 2020-01-01 is past; give a later date" in capsys.readouterr().err
+    assert not file.exists()
+
+
 def test_commands_at_the_same_time_lose_no_key_and_readers_find_whole_files(file: Path) -> None:
     KeyFile(1, []).save(file)
     seen: list[int] = []
@@ -287,7 +303,8 @@ def test_work_without_a_client_has_its_keys_owner_until_the_key_is_revoked_or_ex
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     created(capsys, "alice", "--file", str(file), "--group", "team")
-    created(capsys, "old", "--file", str(file), "--expires", "2020-01-01")
+    created(capsys, "old", "--file", str(file))
+    expire(file, "old")
     alice, old = (record.digest for record in KeyFile.load(file).keys)
     keys = keys_of(file)
     owner = keys.holder(alice)
