@@ -46,7 +46,7 @@ class ApiKeys:
     ) -> None:
         """Raises `ValueError` for a key that cannot be sent in a header (the error does not show it), or a broken
         file."""
-        self._given = _plain(keys)
+        self._given = _plain((key, "api_key holds a key that") for key in keys)
         self._file = file
         self._tokens = tokens
         self._stamp = None if file is None else _stamp(file)
@@ -178,14 +178,28 @@ def _read_keys(file: Path) -> Mapping[str, AcceptedKey]:
             return KeyFile.parse(text).accepted()
         except ValueError as error:
             raise ValueError(f"api_key_file is {file}, which is not a file of kaon key: {error}") from error
-    keys = [key for line in text.splitlines() if (key := line.partition("#")[0].strip())]
+    keys = {
+        key: f"api_key_file is {file}, whose line {number}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if (key := line.partition("#")[0].strip())
+    }
     if not keys:
         raise ValueError(f"api_key_file is {file}, which holds no key; write one a line, or leave api_key_file out")
-    return _plain(keys)
+    return _plain(keys.items())
 
 
-def _plain(keys: Iterable[str]) -> Mapping[str, AcceptedKey]:
-    return {digest: AcceptedKey(Owner.of_key(digest)) for digest in map(digest_of, map(_checked, keys))}
+def _plain(keys: Iterable[tuple[str, str]]) -> Mapping[str, AcceptedKey]:
+    """Return keys without records by digest. Each comes with the start of a sentence about it, which does not show it.
+    Raises `ValueError`."""
+    accepted = {}
+    for key, subject in keys:
+        if not key or any(not "!" <= character <= "~" for character in key):
+            raise ValueError(
+                f"{subject} is empty, or has a space or a character beyond ASCII; no client could send it"
+            )
+        digest = digest_of(key)
+        accepted[digest] = AcceptedKey(Owner.of_key(digest))
+    return accepted
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
@@ -195,9 +209,3 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return state.st_ino, state.st_size, state.st_mtime_ns
-
-
-def _checked(key: str) -> str:
-    if not key or any(not "!" <= character <= "~" for character in key):
-        raise ValueError("an API key is empty, or holds a space or a character beyond ASCII; no client could send it")
-    return key

@@ -274,7 +274,11 @@ async def test_a_key_file_has_a_key_a_line_and_comments(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("# none\n", "holds no key"), ("a b\n", "holds a space"), (None, "cannot be read: No such file or directory$")],
+    [
+        ("# none\n", "holds no key"),
+        ("sk-a\na b\n", "keys, whose line 2 is empty, or has a space"),
+        (None, "cannot be read: No such file or directory$"),
+    ],
 )
 def test_a_key_file_that_opens_nothing_is_refused_with_a_sentence(tmp_path: Any, text: str | None, said: str) -> None:
     file = tmp_path / "keys"
@@ -286,7 +290,7 @@ def test_a_key_file_that_opens_nothing_is_refused_with_a_sentence(tmp_path: Any,
 
 @pytest.mark.parametrize("key", ["", "a b", "schlüssel", "a\n"])
 def test_a_key_that_no_header_carries_is_refused_without_showing_it(key: str) -> None:
-    with pytest.raises(ValueError, match="no client could send it") as reported:
+    with pytest.raises(ValueError, match=r"^api_key holds a key that is empty.*no client could send it") as reported:
         ApiKeys([key])
     assert not key or key not in str(reported.value)
 
