@@ -21,6 +21,7 @@ from pathlib import Path
 
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config
+from engine.config.paths import check_directory
 from engine.config.release import release
 from engine.config.server import ServerConfig
 from engine.config.settings import read_models
@@ -79,6 +80,9 @@ def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
         tls = Tls.of(config.server_config)
         tracing = Tracing.of_environment(release())
         models = read_models(config)
+        for entry in models.entries:
+            if entry.loads_at_start:
+                check_directory(entry.config.model)
         listener = _listen(config.server_config, _is_keyless(config.server_config, keys))
     except (OSError, ValueError) as error:
         return _fail(str(error))

@@ -1,4 +1,5 @@
-"""`resolve_checkpoint`: the local checkpoint directory of a MODEL argument. `weights_digest`: a hash of its weights.
+"""`resolve_checkpoint`: the local checkpoint directory of a MODEL argument. `check_directory`: its errors, without the
+hub. `weights_digest`: a hash of its weights.
 
 Called by the server, by `LLMEngine` and by the engine core.
 """
@@ -36,6 +37,15 @@ def resolve_checkpoint(model: str | None, revision: str | None = None, *, settin
     if not _is_hub_id(model):
         raise CheckpointError(f"{setting} is {model}, but there is no such directory; check the path")
     return _checked(_download(model, revision, setting), f"hub repository {model}, cached at")
+
+
+def check_directory(model: str | None) -> None:
+    """Raise what `resolve_checkpoint` would, if `model` is a path: the hub, which takes time, is not asked.
+
+    A start calls it first, since the core finds a wrong path only after it has loaded torch.
+    """
+    if model is not None and (model.startswith(("/", "./", "../", "~")) or Path(model).exists()):
+        resolve_checkpoint(model)
 
 
 def _checked(path: Path, what: str) -> Path:

@@ -392,7 +392,8 @@ def _require_memory(model: nn.Module, available: int | None, path: Path) -> None
     if available is not None and needed > available:
         raise CheckpointError(
             f"{path} does not fit the memory: its weights take {needed / 2**30:.2f} GiB, and {available / 2**30:.2f} "
-            "GiB are available"
+            "GiB are available; end other programs, serve a smaller model, or store its weights in fewer bits "
+            "(quantization)"
         )
 
 

@@ -31,11 +31,12 @@ def test_a_bad_setting_ends_serve_with_one_sentence_and_exit_code_2() -> None:
     assert done.stderr == "kaon serve: --max-num-seqs is 0; it must be greater than or equal to 1\n"
 
 
-def test_a_checkpoint_that_is_not_there_ends_serve_with_one_sentence_and_exit_code_1(tmp_path: Path) -> None:
-    done = kaon("serve", str(tmp_path / "nowhere"), "--port", "0", "--log-level", "error")
+def test_a_checkpoint_that_is_not_there_ends_serve_with_one_sentence_before_a_core_starts(tmp_path: Path) -> None:
+    coreless = "import sys; from server import cli, process; del process.CoreManager; sys.exit(cli.main(sys.argv[1:]))"
+    arguments = [sys.executable, "-c", coreless, "serve", str(tmp_path / "nowhere"), "--log-level", "error"]
+    done = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (1, "")
-    assert str(tmp_path / "nowhere") in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.stderr == f"kaon: model is {tmp_path / 'nowhere'}, but there is no such directory; check the path\n"
 
 
 def test_quantize_writes_a_directory_once(tmp_path: Path) -> None:

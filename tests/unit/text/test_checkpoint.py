@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-from engine.config.paths import resolve_checkpoint
+from engine.config.paths import check_directory, resolve_checkpoint
 from models.demo import CHECKPOINT_DIR
 from models.errors import CheckpointError
 
@@ -51,6 +51,20 @@ def test_a_file_is_refused(checkpoint: Path) -> None:
 def test_a_path_that_is_no_hub_id_never_reaches_the_hub(hub: dict[str, object], model: str) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
         resolve_checkpoint(model)
+    assert not hub
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("/no/such/dir", "no such directory"), ("~/no/such/dir", "no such"), ("{empty}", "no config.json")],
+)
+def test_a_wrong_path_is_found_before_the_start_and_a_hub_id_is_left_to_it(
+    model: str, said: str, tmp_path: Path, hub: dict[str, object]
+) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        check_directory(model.format(empty=tmp_path))
+    for right in (None, "acme/model"):
+        check_directory(right)
     assert not hub
 
 
