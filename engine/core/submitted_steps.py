@@ -31,9 +31,13 @@ class _SubmittedStep(NamedTuple):
     verified: dict[int, list[int]]
     """The drafts that the step verifies, by sequence id, once the step that made them is read."""
 
-    def most_tokens(self, seq: Sequence) -> int:
-        """The most tokens that the step samples for a sequence."""
-        return 1 + len(self.batch.scheduled_spec_decode_tokens.get(seq.id, ()))
+    def add_placeholders(self, seqs: Iterable[Sequence], sign: int) -> None:
+        """Add the most tokens that the step samples for each of its sequences; subtract them if `sign` is -1."""
+        drafts = self.batch.scheduled_spec_decode_tokens
+        for seq in seqs:
+            seq.num_placeholder += sign * (1 + len(drafts.get(seq.id, ()))) if drafts else sign
+        for seq in self.partial_prefills.intersection(seqs):
+            seq.num_placeholder -= sign
 
     def still_running(self) -> list[Sequence]:
         """The step's sequences that have neither ended nor been preempted since."""
@@ -78,10 +82,7 @@ class SubmittedSteps:
         partial = frozenset(seq for seq in seqs[num_decodes:] if seq.num_computed_tokens < seq.num_tokens)
         verified = batch.scheduled_spec_decode_tokens
         step = _SubmittedStep(batch, partial, now, drafts_on_device, dict(verified))
-        for seq in seqs:
-            seq.num_placeholder += step.most_tokens(seq) if verified else 1
-        for seq in partial:
-            seq.num_placeholder -= 1
+        step.add_placeholders(seqs, 1)
         if self._drafts.are_on and (verified or not self._drafts.pause_left):
             for seq, count in zip(seqs, batch.num_next_drafts or [0] * len(seqs), strict=True):
                 seq.spec_token_ids = [UNREAD_DRAFT] * count if drafts_on_device else []
@@ -150,10 +151,7 @@ class SubmittedSteps:
         step = self._steps.popleft()
         self._pool.end_step()
         live = step.still_running()
-        for seq in live:
-            seq.num_placeholder -= step.most_tokens(seq) if step.verified else 1
-        for seq in step.partial_prefills.intersection(live):
-            seq.num_placeholder += 1
+        step.add_placeholders(live, -1)
         return step, live
 
     def take_tokens(

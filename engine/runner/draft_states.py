@@ -83,19 +83,22 @@ class StoredStates:
             self._buffer = hidden.new_empty(self._num_slots * self.most, hidden.shape[1])
         return self._buffer
 
-    def store(self, hidden: torch.Tensor, inputs: StepInputs, rows: Ints, begins: Ints, ends: Ints) -> None:
+    def store(
+        self, hidden: torch.Tensor, spans: tuple[Ints, Ints, Ints], rows: Ints, begins: Ints, ends: Ints
+    ) -> None:
         """Store a step's states of some rows, at the last positions of `[begins, ends)` of each.
 
-        # hidden [T, features], rows, begins and ends [n]
+        `spans`: slot, number of tokens and end of each row of the step. # hidden [T, features], rows to ends [n]
         """
         if not len(rows):
             return
+        slots, query_lens, seq_lens = spans
         begins = np.maximum(begins, ends - self.most)
         counts = ends - begins
         stops = np.cumsum(counts)
         positions = np.arange(int(stops[-1])) + np.repeat(ends - stops, counts)
-        at = positions + np.repeat((np.cumsum(inputs.query_lens) - inputs.seq_lens)[rows], counts)
-        where = np.repeat(inputs.slots[rows], counts) * self.most + positions % self.most
+        at = positions + np.repeat((np.cumsum(query_lens) - seq_lens)[rows], counts)
+        where = np.repeat(slots[rows], counts) * self.most + positions % self.most
         _write_rows(self._room(hidden), where, _rows_of(hidden, at))
 
     def of_entries(

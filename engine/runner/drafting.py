@@ -14,7 +14,9 @@ the output tokens.
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterator
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +38,6 @@ from models.attention.gpu import GPUAttentionBackend, TritonMetaData
 from models.layers.base import DraftLM
 from models.ops.counter_rng import DRAFT, SAMPLE
 from models.ops.cpu.draft_chain import MOST_ROUNDS, DraftingRows, Rounds, Verified, VerifyingRows
-from models.ops.cpu.structures import Step
 
 _SKIPPED = -1
 """Value of a slot's entry count: the entries before the slot's next step are skipped."""
@@ -66,6 +67,22 @@ class _Choice(NamedTuple):
     """None where rank 0 samples."""
     probabilities: torch.Tensor | None = None
     """The distribution from which each row that samples at random was sampled. # [D, V] float32"""
+
+
+class VerifiedRows(NamedTuple):
+    """The rows of a step of decodes and drafts, in lists, which take less time than arrays for few rows. # each [B]"""
+
+    slots: _Ints
+    counts: list[int]
+    """Number of tokens of each row: the last known one, and its drafts."""
+    ends: list[int]
+    """Length of each sequence with its drafts."""
+    firsts: list[int]
+    """Position of each row's last known token."""
+    drafts: list[int]
+    """The drafts of all rows, in order. # [any]"""
+    wanted: list[int]
+    """As in `ModelDrafter.draft`; at least one is not 0."""
 
 
 class DeviceDrafts(NamedTuple):
@@ -182,14 +199,15 @@ class ModelDrafter:
         if self.reads_hidden:
             assert hidden is not None
             postponed = np.flatnonzero(~is_due & (done < ends))
-            self._states.store(hidden, inputs, postponed, np.maximum(done, firsts)[postponed], ends[postponed])
+            spans = slots, inputs.query_lens, inputs.seq_lens
+            self._states.store(hidden, spans, postponed, np.maximum(done, firsts)[postponed], ends[postponed])
         drafts: list[list[int]] = [[] for _ in range(len(slots))]
         if not len(due):
             return drafts
         first = Entries(slots[due], done[due], ends[due])
         self._num_done[slots[due]] = ends[due]
         drafting = np.flatnonzero(num_drafts[due] > 0)
-        if self._can_choose(inputs, is_greedy=is_greedy) and self._draft_at_once(
+        if self._can_choose(slots, is_greedy=is_greedy) and self._draft_at_once(
             first, hidden, inputs, firsts[due], due, drafting, num_drafts, drafts, is_greedy=is_greedy
         ):
             return drafts
@@ -200,43 +218,50 @@ class ModelDrafter:
             self._draft_following(state, rows, slots[rows], ends[rows], num_drafts[rows], drafts, is_greedy=is_greedy)
         return drafts
 
-    def verify(
-        self,
-        inputs: StepInputs,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        step: Step | None,
-        wanted: _Ints,
-        rounds: Rounds | None = None,
-    ) -> Verified | None:
+    def can_verify(self, rows: VerifiedRows) -> bool:
+        """Whether the operators can compute a step of decodes and the drafts after it."""
+        chain, slots = self._passes.chain, rows.slots
+        if chain is None or not chain.verifies or self._sampled:
+            return False
+        if not chain.holds(len(slots), len(slots) + len(rows.drafts)):
+            return False
+        if not self._can_choose(slots, is_greedy=self._input_batch.are_greedy(slots)):
+            return False
+        if self._has_skipped or not self._are_current(rows):
+            self._begin(slots, np.array(rows.firsts))
+        done = self._num_done[slots].tolist()
+        return all(map(operator.eq, compress(done, rows.wanted), compress(rows.firsts, rows.wanted)))
+
+    def verify(self, rows: VerifiedRows, rounds: Rounds | None = None) -> Verified:
         """Compute a step of the target and the drafts after it by the operators, without work of the host in between.
 
-        Returns None where these cannot compute both. The step has decodes only. `wanted` is as in `draft`. `rounds`:
-        as in `DraftChain.verify`; a step that cannot have several has one. The caller calls `take` afterwards.
-        # 2 x [T]
+        Call it if `can_verify`, and `take` afterwards. `rounds`: as in `DraftChain.verify`; a step that cannot have
+        several has one.
         """
-        chain, slots, num_tokens = self._passes.chain, inputs.slots, len(inputs.input_ids)
-        if chain is None or step is None or not chain.verifies or self._sampled:
-            return None
-        is_greedy = self._input_batch.are_greedy(slots)
-        if not self._can_choose(inputs, is_greedy=is_greedy):
-            return None
-        if len(inputs.sampled_rows) != num_tokens or not chain.holds(len(slots), num_tokens) or not wanted.any():
-            return None
-        self._begin(slots, inputs.seq_lens - inputs.query_lens)
-        is_current = self._are_current(inputs)
-        if not is_current.all():
-            if not is_current[wanted > 0].all():
-                return None
-            rounds = None
-        if inputs.states is not None or not chain.holds(len(slots), len(slots) * (1 + int(wanted.max()))):
+        chain, slots, batch = self._passes.chain, rows.slots, self._input_batch
+        assert chain is not None, "`can_verify` says so"
+        states, states_after = batch.states(slots), None
+        if states is not None and rows.drafts:
+            counts = np.array(rows.counts)
+            states_after = batch.states_after(slots, states, counts, counts, len(slots))
+        if (
+            states is not None
+            or not self._are_current(rows)
+            or not chain.holds(len(slots), len(slots) * (1 + max(rows.wanted)))
+        ):
             rounds = None
         self._states.end_idle_steps()
-        rows = VerifyingRows(
-            lengths=inputs.query_lens, wanted=wanted, num_blocks=self._input_batch.num_blocks(slots), slots=slots
+        verifying = VerifyingRows(
+            slots=slots,
+            positions=batch.carried_positions(slots, np.array(rows.firsts)),
+            counts=[count - 1 for count in rows.counts],
+            drafts=rows.drafts,
+            wanted=rows.wanted,
+            num_blocks=batch.num_blocks(slots),
+            states=states,
+            states_after=states_after,
         )
-        tables = self._input_batch.block_table
-        return chain.verify(token_ids, positions, step, rows, tables, rounds, is_sampled=not is_greedy)
+        return chain.verify(verifying, batch.block_table, rounds, is_sampled=not batch.are_greedy(slots))
 
     # Drafts on the device, before the host has read the step
 
@@ -367,32 +392,35 @@ class ModelDrafter:
                 self._store_proposals(choice._replace(positions=ends + depth), drafts[:, depth], is_next)
         return [row[:count] for row, count in zip(drafts.tolist(), wanted, strict=True)]
 
-    def _can_choose(self, inputs: StepInputs, *, is_greedy: bool) -> bool:
-        """Whether the operators support the sampling parameters of a step's rows."""
+    def _can_choose(self, slots: _Ints, *, is_greedy: bool) -> bool:
+        """Whether the operators support the sampling parameters of these slots."""
         chain = self._passes.chain
         if chain is None or is_greedy:
             return chain is not None
-        return chain.samples and self._input_batch.are_of_operators(inputs.slots)
+        return chain.samples and self._input_batch.are_of_operators(slots)
 
-    def take(self, verified: Verified, inputs: StepInputs) -> list[list[int]]:
-        """The drafts of each row from `verify`, once the step's tokens are stored. # [B]"""
-        slots, is_current = inputs.slots, self._are_current(inputs)
-        ends = self._input_batch.num_read(slots) - 1
-        if not is_current.all():
-            firsts, waiting = inputs.seq_lens - inputs.query_lens, np.flatnonzero(~is_current)
+    def take(self, verified: Verified, rows: VerifiedRows, ends: list[int]) -> list[list[int]]:
+        """The drafts of each row from `verify`. `ends`: end of the entries of the accepted tokens. # each [B]"""
+        slots = rows.slots
+        if self._are_current(rows):
+            self._num_done[slots] = ends
+        else:
+            firsts, past = np.array(rows.firsts), np.array(ends)
+            is_current = self._num_done[slots] == firsts
+            waiting = np.flatnonzero(~is_current)
             done = np.maximum(self._num_done[slots], firsts - self._states.most)
-            self._num_done[slots[waiting]] = done[waiting]
-            self._states.store(verified.hidden, inputs, waiting, np.maximum(done, firsts)[waiting], ends[waiting])
-        self._num_done[slots[is_current]] = ends[is_current]
+            spans = slots, np.array(rows.counts), np.array(rows.ends)
+            self._states.store(verified.hidden, spans, waiting, np.maximum(done, firsts)[waiting], past[waiting])
+            self._num_done[slots] = np.where(is_current, past, done)
         self.has_caught_up = False
         drafts: list[list[int]] = [[] for _ in range(len(slots))]
         _fill(drafts, verified.rows, verified.drafts, verified.counts)
         return drafts
 
-    def _are_current(self, inputs: StepInputs) -> npt.NDArray[np.bool_]:
-        """Whether all entries of each row before the step's positions are computed. # [B]"""
-        current: npt.NDArray[np.bool_] = self._num_done[inputs.slots] == inputs.seq_lens - inputs.query_lens
-        return current
+    def _are_current(self, rows: VerifiedRows) -> bool:
+        """Whether all entries before the step's positions are computed."""
+        done: list[int] = self._num_done[rows.slots].tolist()
+        return done == rows.firsts
 
     def proposals(self, inputs: StepInputs) -> Proposals | None:
         """Those of a step's drafts that were sampled at random, with their distributions, for rejection sampling."""

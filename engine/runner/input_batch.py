@@ -276,11 +276,10 @@ class InputBatch:
             # The attention backend takes rows of one length as decodes, and others as spans like those of a prompt.
             shortest, longest = query_lens[:num_decodes].min(), query_lens[:num_decodes].max()
             num_decodes, query_len = (num_decodes, int(longest)) if shortest == longest else (0, 1)
-        states = states_after = None
-        if self._states_per_slot:
-            states = slots * self._states_per_slot + self._valid_state[slots]
+        states = self.states(slots)
+        states_after = None
         if drafts and states is not None:
-            states_after = self._states_after(slots, states, scheduled, query_lens, batch.total_seqs_num_decode)
+            states_after = self.states_after(slots, states, scheduled, query_lens, batch.total_seqs_num_decode)
         sampled_slots, sampled_positions = slots[sampled], positions[last_tokens] + 1
         # Apart from drafts, the host may lack only the last token of a row.
         unread = np.flatnonzero((num_read < num_tokens) & (num_read < seq_lens))
@@ -306,7 +305,7 @@ class InputBatch:
             sampling=None
             if needs_pending_token
             else self._sampling.rows(sampled_slots, sampled_positions, self._tokens),
-            adapters=self._adapters_of(slots),
+            adapters=self.adapters_of(slots),
             rope_lengths=None if self._rope_lengths is None else self._rope_lengths[token_slots],
             query_len=query_len,
             has_drafts=bool(drafts),
@@ -355,7 +354,7 @@ class InputBatch:
             num_blocks=self._num_table_blocks(seq_lens),
             num_decodes=num_rows,
             slots=slots,
-            states=slots * self._states_per_slot + self._valid_state[slots] if has_states else None,
+            states=self.states(slots),
             states_after=placeholder if has_states and length > 1 else None,
             num_by_token=num_rows if has_states and length > 1 else 0,
             sampled_rows=rows,
@@ -364,7 +363,7 @@ class InputBatch:
             pending_rows=np.flatnonzero(is_unread),
             pending_tokens=np.flatnonzero(is_unread) * length,
             sampling=None,
-            adapters=self._adapters_of(slots),
+            adapters=self.adapters_of(slots),
             query_len=length,
             has_drafts=bool(drafts),
             bounds=RowBounds(counts, is_unread, self._num_blocks[slots]),
@@ -385,7 +384,11 @@ class InputBatch:
         """Number of block table columns of a step with rows of these lengths. # [B]"""
         return min(-(-(int(seq_lens.max()) + self._num_lookahead_tokens) // self.block_size), self.max_blocks)
 
-    def _states_after(
+    def states(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """The index of the valid state of each slot; None without recurrent layers. # [B] -> [B]"""
+        return slots * self._states_per_slot + self._valid_state[slots] if self._states_per_slot else None
+
+    def states_after(
         self,
         slots: npt.NDArray[np.int64],
         states: npt.NDArray[np.int64],
@@ -431,7 +434,7 @@ class InputBatch:
         """`inputs.sampling`, once the tokens of all earlier steps have been read."""
         return self._sampling.rows(inputs.sampled_slots, inputs.sampled_positions, self._tokens)
 
-    def _adapters_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32] | None:
+    def adapters_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32] | None:
         """The LoRA adapter of each slot; None where no row of the step uses one."""
         if self._adapters is None:
             return None
@@ -482,11 +485,14 @@ class InputBatch:
             np.maximum(self._num_unread, 0, out=self._num_unread)
         return accepted
 
-    def note_accepted(self, inputs: StepInputs, num_accepted: npt.NDArray[np.int64]) -> None:
-        """Replaces `store_tokens` where the operators have stored the accepted tokens of each row. # [B]"""
-        self._num_read[inputs.slots] += num_accepted
-        if inputs.states_after is not None:
-            self._advance_states(inputs.slots, num_accepted)
+    def note_accepted(self, slots: npt.NDArray[np.int64], num_read: list[int], num_accepted: list[int]) -> None:
+        """Replaces `store_tokens` where the operators have stored the accepted tokens of each slot. # each [B]
+
+        `num_read`: the slots' tokens, including these.
+        """
+        self._num_read[slots] = num_read
+        if self._states_per_slot:
+            self._advance_states(slots, np.array(num_accepted))
 
     def _advance_states(self, slots: npt.NDArray[np.int64], num_accepted: npt.NDArray[np.int64]) -> None:
         """Select the state after the accepted drafts of each slot. # 2 x [B]"""

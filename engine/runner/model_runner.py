@@ -166,6 +166,7 @@ class ModelRunner:
                 self.sampler,
                 operators,
                 target,
+                self.page_committer,
             )
         self.graphs: DecodeGraphs | None = None
         """Graphs that replay decode steps."""
@@ -364,11 +365,10 @@ class ModelRunner:
 
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         with torch.inference_mode(), self._aborting_on_all_ranks():
+            verified = None if self.drafts is None else self.drafts.verify(batch)
+            if verified is not None:
+                return verified
             inputs, on_device = self.prepare_model(batch)
-            if self.drafts is not None:
-                verified = self.drafts.verify(batch, inputs, on_device)
-                if verified is not None:
-                    return verified
             result = self.run_model(inputs, on_device, batch.prompt_spans)
             if self.parallel.rank:
                 if self.drafts is not None:

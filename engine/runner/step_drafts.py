@@ -17,8 +17,9 @@ import torch
 from engine.batch import DraftWork, ScheduledBatch, ScheduledBatchOutput
 from engine.runner.device_batch import DeviceBatch, DeviceInputs
 from engine.runner.draft_passes import DraftPasses
-from engine.runner.drafting import DeviceDrafts, ModelDrafter
+from engine.runner.drafting import DeviceDrafts, ModelDrafter, VerifiedRows
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
+from engine.runner.kv_cache import PageCommitter
 from engine.runner.loaded_model import LoadedModel, drafter_caches
 from engine.runner.step_results import not_finite
 from engine.sampling.sampler import LaunchedTokens, Sampler
@@ -64,8 +65,10 @@ class StepDrafts:
         sampler: Sampler,
         operators: Library | None,
         target: tuple[Program, GreedyHead] | None,
+        pages: PageCommitter,
     ) -> None:
-        """`operators` and `target` are as in `DraftPasses`. `kv_cache_data`: the caches of all layers."""
+        """`operators` and `target` are as in `DraftPasses`. `kv_cache_data`: the caches of all layers, in `pages`."""
+        self._pages = pages
         self._input_batch, self._parallel = input_batch, loaded.parallel
         self._device, self._dtype = loaded.device, loaded.dtype
         caches, operands = drafter_caches(kv_cache_data), input_batch.sampling_operands()
@@ -82,30 +85,26 @@ class StepDrafts:
         self._ends: tuple[frozenset[int | None], npt.NDArray[np.int64]] = frozenset(), _NO_TOKENS
         """The tokens that end the sequences of the latest step of several rounds, as a set and as an array."""
 
-    def verify(
-        self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs
-    ) -> ScheduledBatchOutput | None:
-        """Compute a step of decodes and the drafts that follow it by the operators alone; None if they cannot."""
-        if (
-            batch.is_dummy_run
-            or not any(batch.num_next_drafts)
-            or batch.total_seqs_num_decode < len(inputs.slots)
-            or inputs.adapters is not None
-        ):
+    def verify(self, batch: ScheduledBatch) -> ScheduledBatchOutput | None:
+        """Compute a step of decodes and the drafts that follow it by the operators alone; None if they cannot.
+
+        The operators prepare the step too: it needs no `StepInputs`.
+        """
+        if batch.is_dummy_run or not any(batch.num_next_drafts) or batch.total_seqs_num_prefill:
             return None
+        counts, ends = batch.num_scheduled_tokens, batch.context_lens
+        firsts = [end - count for end, count in zip(ends, counts, strict=True)]
+        rows = VerifiedRows(batch.slots, counts, ends, firsts, batch.draft_tokens, batch.num_next_drafts)
+        if self._input_batch.adapters_of(rows.slots) is not None or not self.drafter.can_verify(rows):
+            return None
+        self._input_batch.apply(batch)
+        if batch.appended_blocks:
+            self._pages.use(max(max(gained.block_ids) for gained in batch.appended_blocks))
         rounds = None
         if batch.num_rounds > 1:
-            limits = np.array([seq.decode_limit for seq in batch.sequences], dtype=np.int64)
+            limits = [seq.decode_limit for seq in batch.sequences]
             rounds = Rounds(max_rounds=batch.num_rounds, limits=limits, ends=self._common_ends(batch.sequences))
-        verified = self.drafter.verify(
-            inputs,
-            on_device.input_ids,
-            on_device.positions,
-            on_device.metadata.step,
-            np.array(batch.num_next_drafts, dtype=np.int64),
-            rounds,
-        )
-        return None if verified is None else self._output_of(batch, inputs, verified)
+        return self._output_of(batch, rows, self.drafter.verify(rows, rounds))
 
     def _common_ends(self, seqs: list[Sequence]) -> npt.NDArray[np.int64]:
         """The tokens that end these sequences, if they are the same for all; otherwise none."""
@@ -116,18 +115,19 @@ class StepDrafts:
             self._ends = tokens, np.array([each for each in tokens if each is not None], dtype=np.int64)
         return self._ends[1]
 
-    def _output_of(self, batch: ScheduledBatch, inputs: StepInputs, verified: Verified) -> ScheduledBatchOutput:
+    def _output_of(self, batch: ScheduledBatch, rows: VerifiedRows, verified: Verified) -> ScheduledBatchOutput:
         """Store a verified step's tokens and drafts for the next step, and return both by sequence."""
         start = time.perf_counter()
-        self._input_batch.note_accepted(inputs, verified.num_accepted)
-        drafts = self.drafter.take(verified, inputs)
-        counts, token_ids, rounds = verified.num_accepted.tolist(), verified.token_ids.tolist(), len(verified.counted)
+        counts, rounds = [*map(len, verified.token_ids)], len(verified.counted)
+        ends = [first + count for first, count in zip(rows.firsts, counts, strict=True)]
+        self._input_batch.note_accepted(rows.slots, [1 + end for end in ends], counts)
+        drafts = self.drafter.take(verified, rows, ends)
         accepted, errors = dict[int, tuple[int, ...]](), dict[int, str]()
-        for row, (seq_id, count) in enumerate(zip(batch.req_ids, counts, strict=True)):
-            if count:
-                accepted[seq_id] = tuple(token_ids[row][:count])
+        for row, (seq_id, token_ids) in enumerate(zip(batch.req_ids, verified.token_ids, strict=True)):
+            if token_ids:
+                accepted[seq_id] = tuple(token_ids)
             elif not verified.counted[0, 0, row]:
-                errors[seq_id] = not_finite(int(inputs.seq_lens[row]), self._dtype)
+                errors[seq_id] = not_finite(rows.ends[row], self._dtype)
         output = ScheduledBatchOutput(accepted, errors=errors or None, num_rounds=rounds)
         if rounds > 1:
             # A row's first rounds; the others are those after it has ended.

@@ -536,7 +536,8 @@ class DraftPlan:
 
     def limit(self, seq: Sequence) -> int:
         """The most drafts of a sequence for now."""
-        if self.is_stopped or self._is_plain:
+        # A step with drafts asks for each of its rows, so this calls no other function.
+        if self._is_plain or (self._by_model and not self.gate.is_open):
             return 0
         if seq.id in self._trying:
             return self._try_depth
@@ -720,7 +721,7 @@ class DraftPlan:
 
     def _try(self, seqs: Rows[Sequence]) -> None:
         """Choose the sequences without drafts that try some after the next step: those with the oldest last try."""
-        waiting = [seq for seq in seqs if not self._record(seq).limit]
+        waiting = [seq for seq in seqs if not (self._records.get(seq.id) or self._record(seq)).limit]
         if not waiting:
             return
         waiting.sort(key=lambda seq: self._records[seq.id].tried)
@@ -732,7 +733,7 @@ class DraftPlan:
 
     def note(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Update a sequence's acceptance rate with its verified drafts; its tokens are known."""
-        record = self._record(seq)
+        record = self._records.get(seq.id) or self._record(seq)
         rate = self._rate if record.rate is None else record.rate
         learnt_by_all = _LEARNT_BY_ALL
         if not record.limit:
@@ -743,9 +744,12 @@ class DraftPlan:
                 self._try_share, self._steps_left = _TRIES, 0
             else:
                 self._try_share = max(_LEAST_TRIES, self._try_share * 0.5 ** (1.0 / max(1, self._try_rows)))
+        # The accepted drafts are learnt, and perhaps a rejected one after them.
         is_rejected = num_accepted < num_drafts
-        record.rate = _learnt(rate, _LEARNT, num_accepted, is_rejected=is_rejected)
-        self._rate = _learnt(self._rate, learnt_by_all, num_accepted, is_rejected=is_rejected)
+        rate = 1.0 - (1.0 - rate) * (1.0 - _LEARNT) ** num_accepted
+        record.rate = rate * (1.0 - _LEARNT * is_rejected)
+        rate = 1.0 - (1.0 - self._rate) * (1.0 - learnt_by_all) ** num_accepted
+        self._rate = rate * (1.0 - learnt_by_all * is_rejected)
 
     def forget(self, seq: Sequence) -> None:
         """Remove the record of a finished sequence."""
@@ -756,11 +760,6 @@ class DraftPlan:
         if record is None:
             record = self._records[seq.id] = _Record(self._first_limit)
         return record
-
-
-def _learnt(rate: float, weight: float, num_accepted: int, *, is_rejected: bool) -> float:
-    """A rate after so many accepted drafts, and perhaps a rejected one after them."""
-    return (1.0 - (1.0 - rate) * (1.0 - weight) ** num_accepted) * (1.0 - weight * is_rejected)
 
 
 def _useful(rate: float, least: float, depth: int) -> int:

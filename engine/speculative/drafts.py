@@ -252,33 +252,27 @@ class Drafts:
                     seq.spec_token_ids = []
             return without_token
         for seq in seqs:
-            drafts = verified.get(seq.id)
             if seq.id not in computed:
                 seq.spec_token_ids = proposed.get(seq.id, [])
-            if rounds is not None and seq.id not in failed:
-                self._num_verified_rows += len(rounds[seq.id])
-                for num_drafts, num_accepted in rounds[seq.id]:
-                    if num_drafts:
-                        self._note_verified(seq, num_drafts, num_accepted)
-                if not rounds[seq.id]:
-                    without_token.append(seq)
+            drafts = verified.get(seq.id)
+            if seq.id in failed or not (drafts or rounds):
                 continue
-            if not drafts or seq.id in failed:
-                continue
-            num_new = len(fwd_output.token_ids.get(seq.id, ()))
-            if num_new:
-                self._note_verified(seq, len(drafts), num_new - 1)
+            if rounds:
+                verifications = rounds[seq.id]
+                self._num_verified_rows += len(verifications)
             else:
+                num_new = len(fwd_output.token_ids.get(seq.id, ()))
+                verifications = [(len(drafts or ()), num_new - 1)] if num_new else []
+                if (lookup := self._lookups.get(seq.id)) is not None:
+                    lookup.note(len(seq.token_ids), len(drafts or ()), max(0, num_new - 1))
+            if not verifications:
                 without_token.append(seq)
-            lookup = self._lookups.get(seq.id)
-            if lookup is not None:
-                lookup.note(len(seq.token_ids), len(drafts), max(0, num_new - 1))
+            for num_drafts, num_accepted in verifications:
+                if num_drafts:
+                    self.count(1 + num_accepted, num_drafts)
+                    self._num_accepted += num_accepted
+                    self.plan.note(seq, num_drafts, num_accepted)
         return without_token
-
-    def _note_verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        self.count(1 + num_accepted, num_drafts)
-        self._num_accepted += num_accepted
-        self.plan.note(seq, num_drafts, num_accepted)
 
     def note_duration(
         self, batch: ScheduledBatch, seconds: float, *, host_seconds: float = 0.0, drafts_on_device: bool = False

@@ -14,6 +14,7 @@ from engine.sequence import Sequence
 from models.errors import CheckpointError
 from models.layers.base import DraftLM
 from models.ops.cpu import runtime
+from models.ops.cpu.draft_chain import DraftChain, Verified, VerifyingRows
 from models.ops.cpu.program import operators_of
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import edit_json, make_checkpoint
@@ -346,6 +347,35 @@ def test_by_the_operators_all_drafts_of_deepseek_v4_are_one_call_and_change_no_a
     assert steps.runner.drafts.drafter._passes.chain is not None
     assert steps.run(sequences()) == expected
     assert steps.scheduler.total_accepted_tokens >= 6
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Glm4MoeForCausalLM"])
+def test_the_operators_prepare_steps_that_change_no_answer(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With recurrent states and without. Much noise makes random models agree on some drafts."""
+    if runtime.start(2) is None:
+        pytest.skip("the compiled operators are not there")
+    target = mtp_case(tmp_path, variant_of([*qwen3_next.VARIANTS, *moe.VARIANTS], architecture)).target
+
+    def sequences() -> list[Sequence]:
+        params = [SamplingParams(temperature=2.0, seed=row, max_tokens=20 + row, ignore_eos=True) for row in range(3)]
+        return [Sequence(prompt(3 + 11 * row, seed=row), 16, each, id=row) for row, each in enumerate(params)]
+
+    fields: dict[str, Any] = {"max_model_len": 128, "num_kvcache_blocks": 64, "max_num_seqs": 8}
+    expected = Steps(runner_for(target, torch.bfloat16, **fields)).run(sequences())
+    drafting = {"num_speculative_tokens": DRAFTS, "speculative_method": "mtp"}
+    steps = Steps(runner_for(target, torch.bfloat16, **fields, speculative_config=drafting))
+    verify, verified = DraftChain.verify, list[int]()
+
+    def counted(chain: DraftChain, rows: VerifyingRows, *arguments: Any, **named: Any) -> Verified:
+        verified.append(len(rows.drafts))
+        return verify(chain, rows, *arguments, **named)
+
+    monkeypatch.setattr(DraftChain, "verify", counted)
+    assert steps.run(sequences()) == expected
+    assert sum(verified) >= 20
+    assert 5 <= steps.scheduler.total_accepted_tokens < steps.scheduler.total_draft_tokens
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ are the inputs of the first pass, at the positions of the step:
 
     target's pass -> its head -> first pass; which drafts are accepted -> last accepted entry of each row -> ...
 
-Such a call is one round. An operator prepares the step that verifies the drafts of a round, so that the next round
-follows without any work of the host.
+Such a call is one round. An operator prepares its step: of the first round from the rows' drafts and the tokens of
+their slots, and of each further round from the drafts of the round before it, without any work of the host.
 
 Heads take the argmax, or sample with each sequence's parameters and the noise of the token's position.
 """
@@ -31,6 +31,7 @@ from models.ops.cpu.structures import (
     AcceptDrafts,
     Arguments,
     CopyRows,
+    FirstRound,
     NextRound,
     OnStep,
     Sampling,
@@ -62,22 +63,33 @@ class DraftingRows(NamedTuple):
 
 
 class VerifyingRows(NamedTuple):
-    """The rows of `DraftChain.verify`: a row's tokens after the first are drafts. # each [B]"""
+    """The rows of `DraftChain.verify`: each computes its last known token, and its drafts after it. # each [B]
 
-    lengths: _Ints
-    """Number of tokens of each row."""
-    wanted: _Ints
-    """Number of drafts after the step, limited by the row's blocks and the context length. At least one is not 0."""
-    num_blocks: _Ints
+    Lists are used where NumPy's functions would take longer for few rows.
+    """
+
     slots: _Ints
     """Slots of the rows' sequences, which are rows of the block tables too."""
+    positions: _Ints
+    """Position of each row's last known token."""
+    counts: list[int]
+    """Number of drafts that each row verifies."""
+    drafts: list[int]
+    """These drafts of all rows, in order. # [any]"""
+    wanted: list[int]
+    """Number of drafts after the step, limited by the row's blocks and the context length. At least one is not 0."""
+    num_blocks: _Ints
+    states: _Ints | None
+    """Index of the recurrent state that each row begins with; None without recurrent layers."""
+    states_after: _Ints | None
+    """Index of the state after each token; None if no row verifies drafts. # [T]"""
 
 
 class Rounds(NamedTuple):
     """Limits of the rounds of `DraftChain.verify`. Memory is needed for `max(wanted)` drafts of each row."""
 
     max_rounds: int
-    limits: _Ints
+    limits: list[int]
     """Number of tokens after which a row leaves. # [B]"""
     ends: _Ints
     """Tokens after which a row leaves. # [any]"""
@@ -86,11 +98,11 @@ class Rounds(NamedTuple):
 class Verified(NamedTuple):
     """The result of `DraftChain.verify`. All arrays are valid until the next call."""
 
-    token_ids: _Ints  # [B, tokens], the accepted tokens of each row, then any others
-    num_accepted: _Ints  # [B], number of accepted tokens of each row; 0 if its first logits have no finite maximum
+    token_ids: list[list[int]]
+    """The accepted tokens of each row; none if its first logits have no finite maximum. # [B]"""
     counted: _Ints
     """Number of drafts that each row verified in a round, and number of accepted tokens. # [rounds, 2, B]"""
-    hidden: torch.Tensor  # [T, hidden_size], the target's final hidden states, if there was one round
+    hidden: torch.Tensor  # [tokens, hidden_size], the target's final hidden states, if there was one round
     rows: _Ints  # [drafting rows], index of each row in the step
     drafts: _Ints  # [most, drafting rows], see `DraftChain.run`
     counts: _Ints  # [drafting rows], number of drafts of each row
@@ -162,9 +174,13 @@ class DraftChain:
         """Like `_chains`, with the target's step first, and the last operator."""
         self._order, self._wanted, self._num_blocks, self._slots_of_rows = np.zeros((4, max_rows), dtype=np.int64)
         self._slots_of_tokens = np.zeros(0 if greedy.target is None else greedy.target.max_rows, dtype=np.int64)
-        self._entries = Step()
-        """The target's step with the input tokens of the first pass."""
-        self._tables = np.zeros((0, 0), dtype=np.int32)
+        self._verified, self._entries = Step(), Step()
+        """The target's step, and the same with the input tokens of the first pass."""
+        self._block_tables: npt.NDArray[np.int32] | None = None
+        """The block tables of all slots, to which the operators of `verify` point."""
+        self._tables, self._tables_address = np.zeros((0, 0), dtype=np.int32), 0
+        self._state_rows = self._states.data_ptr(), self._states.stride(0)
+        self._target_rows = (0, 0) if target is None else (target.output.data_ptr(), target.output.stride(0))
         self._accept = {is_sampled: AcceptDrafts() for is_sampled in (False, True)}
         self._num_drafting, self._began = np.zeros(1, dtype=np.int64), np.zeros(1)
         self._rounds = _RoundMemory(max_rows, len(self._slots_of_tokens))
@@ -195,7 +211,7 @@ class DraftChain:
         own.num_tokens = own.num_rows = num_rows
         own.block_tables, own.max_blocks = rows.block_tables.ctypes.data, rows.block_tables.shape[1]
         self._first.give(token_ids, positions, step, states)
-        self._heads(is_sampled).drafter.read_from(self._states)
+        self._heads(is_sampled).drafter.read_from(*self._state_rows)
         operations, drafts = self._chains.get((most, is_sampled)) or self._chain(most, is_sampled=is_sampled)
         self._library.run(operations, step)
         return drafts[:, :num_rows]
@@ -213,9 +229,6 @@ class DraftChain:
 
     def verify(
         self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        step: Step,
         rows: VerifyingRows,
         block_tables: npt.NDArray[np.int32],
         rounds: Rounds | None,
@@ -225,49 +238,45 @@ class DraftChain:
         """Compute a step of the target, which chooses a token after each of its tokens, and draft after it.
 
         With `rounds`, these drafts are then verified in the same way; the rounds end when a row lacks a block. Stores
-        the accepted tokens of each slot. The first three arguments: see `Program.run`. # block_tables [slots, blocks]
+        the accepted tokens of each slot. # block_tables [slots, blocks]
         """
         assert self._target is not None, "`verifies` says so"
         program, (drafting_head, head) = self._target, self._heads(is_sampled)
         assert head is not None
-        num_rows, num_tokens, most = len(rows.wanted), len(token_ids), int(rows.wanted.max())
+        if block_tables is not self._block_tables:
+            self._block_tables = block_tables
+            self._tables = np.zeros((self.max_rows, block_tables.shape[1]), dtype=np.int32)
+            self._tables_address = self._tables.ctypes.data
+            self._rounds.make_tables(block_tables.shape[1])
+            self._verifying.clear()
+        num_rows, most = len(rows.slots), max(rows.wanted)
         self._wanted[:num_rows], self._num_blocks[:num_rows] = rows.wanted, rows.num_blocks
         self._slots_of_rows[:num_rows] = rows.slots
-        if is_sampled:
-            self._slots_of_tokens[:num_tokens] = (
-                rows.slots if num_tokens == num_rows else np.repeat(rows.slots, rows.lengths)
-            )
-        program.give(token_ids, positions, step)
-        head.read_from(program.output)
-        drafting_head.read_from(self._states)
-        ctypes.memmove(ctypes.addressof(self._entries), ctypes.addressof(step), ctypes.sizeof(Step))
-        self._entries.input_ids = head.token_ids.ctypes.data
-        width = block_tables.shape[1]
-        if self._tables.shape[1] != width:
-            self._tables = np.zeros((self.max_rows, width), dtype=np.int32)
+        step, own, memory = self._verified, self._step, self._rounds
+        step.num_rows, step.num_tokens = num_rows, num_rows + len(rows.drafts)
+        step.state_slots, step.states_after = _address(rows.states), _address(rows.states_after)
+        own.block_tables, own.max_blocks = self._tables_address, block_tables.shape[1]
+        head.read_from(*self._target_rows)
+        drafting_head.read_from(*self._state_rows)
         key = most, is_sampled
         operations, drafts, following = self._verifying.get(key) or self._verification(most, is_sampled=is_sampled)
-        own, accept = self._step, self._accept[is_sampled]
-        own.block_tables, own.max_blocks = self._tables.ctypes.data, width
-        accept.verified, accept.tables, accept.blocks = ctypes.addressof(step), block_tables.ctypes.data, width
+        # Without limits, the operators prepare no further round, for whose tokens there may be no memory.
+        memory.begin(rows, None if rounds is None else rounds.limits)
         following.ends, following.num_ends = (
             (None, 0) if rounds is None else (rounds.ends.ctypes.data, len(rounds.ends))
         )
-        following.step, following.tables, following.blocks = accept.verified, accept.tables, width
-        memory, num_rounds = self._rounds, 1 if rounds is None else rounds.max_rounds
-        # Without limits, the operators prepare no further round, for whose tokens there may be no memory.
-        memory.begin(num_rows, width, None if rounds is None else rounds.limits)
-        seconds, count = 0.0, 0
+        num_rounds, seconds, count = 1 if rounds is None else rounds.max_rounds, 0.0, 0
         while count < num_rounds and (count == 0 or memory.continues[0]):
             self._library.run(operations, step)
             seconds += time.perf_counter() - self._began[0]
             count += 1
         num_drafting = int(self._num_drafting[0])
+        counts = memory.num_accepted[:num_rows].tolist()
+        token_ids = memory.accepted[:num_rows, : max(counts)].tolist()
         return Verified(
-            memory.accepted[:num_rows, : memory.num_accepted[:num_rows].max()],
-            memory.num_accepted[:num_rows],
+            [row[:count] for row, count in zip(token_ids, counts, strict=True)],
             memory.counted[:count, :, :num_rows],
-            program.output[:num_tokens],
+            program.output,
             self._order[:num_drafting],
             drafts[:, :num_drafting],
             self._counts[:num_drafting],
@@ -290,7 +299,10 @@ class DraftChain:
         assert program is not None
         assert head is not None
         drafts = np.zeros((most, self.max_rows), dtype=np.int64)
-        accept = self._accept[is_sampled]
+        assert self._block_tables is not None, "`verify` has set them"
+        accept, tables = self._accept[is_sampled], self._block_tables
+        accept.verified, accept.tables = ctypes.addressof(self._verified), tables.ctypes.data
+        accept.blocks = tables.shape[1]
         accept.peaks, accept.tokens = head.peaks.ctypes.data, head.token_ids.ctypes.data
         accept.next, accept.by = ctypes.addressof(self._step), _sampling_of(head)
         accept.wanted, accept.num_blocks = self._wanted.ctypes.data, self._num_blocks.ctypes.data
@@ -304,10 +316,13 @@ class DraftChain:
         )
         accept.num_drafting, accept.began = self._num_drafting.ctypes.data, self._began.ctypes.data
         assert self._first.states is not None, "the first pass reads the target's states"
-        arguments: list[Arguments] = [*program.arguments, *_choice(head, self._slots_of_tokens, 1)]
-        arguments += [_copy(program, self._first.states, None), accept]
-        arguments += (_on(each, self._entries) for each in self._first.arguments)
         following = self._following_round(drafts, accept)
+        memory = self._rounds
+        inputs = (each.ctypes.data for each in (memory.positions, memory.counts, memory.drafts))
+        first = FirstRound(ctypes.addressof(following), *inputs)
+        arguments: list[Arguments] = [first, *program.arguments]
+        arguments += [*_choice(head, self._slots_of_tokens, 1), _copy(program, self._first.states, None), accept]
+        arguments += (_on(each, self._entries) for each in self._first.arguments)
         arguments += [*self._drafts_after_first(drafts, drafting_head), following]
         self._verifying[most, is_sampled] = Operations(arguments), drafts, following
         return self._verifying[most, is_sampled]
@@ -318,6 +333,7 @@ class DraftChain:
         return NextRound(
             peaks=accept.peaks,
             tokens=accept.tokens,
+            step=accept.verified,
             first=ctypes.addressof(self._entries),
             buffers=ctypes.addressof(rounds.buffers),
             rows=accept.rows,
@@ -325,6 +341,8 @@ class DraftChain:
             wanted=accept.wanted,
             num_blocks=accept.num_blocks,
             limits=rounds.limits.ctypes.data,
+            tables=accept.tables,
+            blocks=accept.blocks,
             block_size=self._block_size,
             max_len=self._max_len,
             order=accept.order,
@@ -367,10 +385,13 @@ class DraftChain:
 
 
 class _RoundMemory:
-    """The memory of successive rounds: see `struct next_round`."""
+    """The memory of successive rounds: see `struct first_round` and `struct next_round`."""
 
     def __init__(self, max_rows: int, max_tokens: int) -> None:
-        self.row_of, self.limits, self.num_accepted = np.zeros((3, max_rows), dtype=np.int64)
+        self.positions, self.counts, self.row_of, self.limits, self.num_accepted = np.zeros(
+            (5, max_rows), dtype=np.int64
+        )
+        self.drafts = np.zeros(max_tokens, dtype=np.int64)
         self.accepted = np.zeros((max_rows, MOST_ROUNDS * _MOST_ACCEPTED), dtype=np.int64)
         self.counted = np.zeros((MOST_ROUNDS, 2, max_rows), dtype=np.int64)
         self.number, self.continues = np.zeros((2, 1), dtype=np.int64)
@@ -378,21 +399,30 @@ class _RoundMemory:
         self._first_rows = np.arange(max_rows)
         self._of_tokens = np.zeros((2, 3, max_tokens), dtype=np.int64)
         self._of_rows = np.zeros((2, 2, max_rows + 1), dtype=np.int32)
-        self._tables = np.zeros((2, 0, 0), dtype=np.int32)
+        self._tables = np.zeros((2, max_rows, 0), dtype=np.int32)
         for buffer, tokens, rows in zip(self.buffers, self._of_tokens, self._of_rows, strict=True):
             buffer.input_ids, buffer.positions, buffer.slots = (each.ctypes.data for each in tokens)
             buffer.query_starts, buffer.seq_lens = (each.ctypes.data for each in rows)
 
-    def begin(self, num_rows: int, width: int, limits: _Ints | None) -> None:
-        """Prepare the first round, with block tables of `width` blocks. `limits`: None if there is only one."""
-        if self._tables.shape[2] != width:
-            self._tables = np.zeros((2, len(self.row_of), width), dtype=np.int32)
-            for buffer, table in zip(self.buffers, self._tables, strict=True):
-                buffer.block_tables, buffer.max_blocks = table.ctypes.data, width
+    def make_tables(self, width: int) -> None:
+        """Allocate block tables of `width` blocks."""
+        self._tables = np.zeros((2, len(self.row_of), width), dtype=np.int32)
+        for buffer, table in zip(self.buffers, self._tables, strict=True):
+            buffer.block_tables, buffer.max_blocks = table.ctypes.data, width
+
+    def begin(self, rows: VerifyingRows, limits: list[int] | None) -> None:
+        """Prepare the first round. `limits`: None if there is only one."""
+        num_rows = len(rows.slots)
+        self.positions[:num_rows], self.counts[:num_rows] = rows.positions, rows.counts
+        self.drafts[: len(rows.drafts)] = rows.drafts
         self.row_of[:num_rows] = self._first_rows[:num_rows]
         self.limits[:num_rows] = 0 if limits is None else limits
         self.num_accepted[:num_rows] = self.number[0] = 0
         self.counted.fill(0)
+
+
+def _address(array: _Ints | None) -> int | None:
+    return None if array is None else array.ctypes.data
 
 
 def _sampling_of(head: GreedyHead | SampledHead) -> int | None:

@@ -168,6 +168,50 @@ void accept_drafts(const void *arguments, const struct step *step, struct worker
     *op->began = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
+/* Add a row to a step: its last known token, which lies at `position`, and its drafts, which lie `stride` apart. */
+static void add_row(const struct next_round *op, struct step *to, int64_t slot, int64_t position, int64_t token,
+                    const int64_t *drafts, int64_t stride, int64_t count) {
+    int64_t at = (int32_t)position, start = to->num_tokens;
+    const int32_t *table = op->tables + slot * op->blocks;
+    for (int64_t i = 0; i <= count && token >= 0; i++, to->num_tokens++) {
+        int64_t here = at + i;
+        ((int64_t *)to->input_ids)[start + i] = token;
+        ((int64_t *)to->positions)[start + i] = position + i;
+        ((int64_t *)to->slots)[start + i] = table[here / op->block_size] * op->block_size + here % op->block_size;
+        op->slots[start + i] = slot;
+        *known_token(op->by, slot, here) = (int32_t)token;
+        token = i < count ? drafts[i * stride] : -1;
+    }
+    int64_t length = at + to->num_tokens - start;
+    ((int32_t *)to->seq_lens)[to->num_rows] = (int32_t)length;
+    memcpy((int32_t *)to->block_tables + to->num_rows * op->blocks, table, parts(length, op->block_size) * sizeof(int32_t));
+    ((int32_t *)to->query_starts)[++to->num_rows] = (int32_t)to->num_tokens;
+}
+
+/* Make `step`, whose arrays are in a buffer of `op`, that of a round. */
+static void begin_round(const struct next_round *op, const struct step *step) {
+    *op->step = *op->first = *step;
+    op->first->input_ids = op->tokens;
+}
+
+/* One task. */
+void first_round(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct first_round *op = arguments;
+    const struct next_round *of = op->round;
+    (void)step;
+    if (take_task(worker) || *of->round) return;
+    struct step to = of->buffers[1];
+    int64_t num_rows = of->step->num_rows;
+    const int64_t *drafts = op->drafts;
+    to.num_tokens = to.num_rows = 0;
+    for (int64_t row = 0; row < num_rows; drafts += op->counts[row++]) {
+        int64_t position = op->positions[row], slot = of->rows[row];
+        add_row(of, &to, slot, position, *known_token(of->by, slot, (int32_t)position), drafts, 1, op->counts[row]);
+    }
+    to.state_slots = of->step->state_slots, to.states_after = of->step->states_after;
+    begin_round(of, &to);
+}
+
 /* The index among the rows that draft of row `row`; their number if it is not one of them. */
 static int64_t drafting_index(const struct next_round *op, int64_t row) {
     int64_t index = 0;
@@ -175,31 +219,16 @@ static int64_t drafting_index(const struct next_round *op, int64_t row) {
     return index;
 }
 
-/* Add a row to the next round: its last token, which lies at `position`, and its drafts. Returns whether there is room
- * for the token. */
+/* Add a row to the next round, see `add_row`, with the drafts at `index`. Returns whether there is room for the token. */
 static int add_to_round(const struct next_round *op, struct step *to, int64_t row, int64_t position, int64_t token,
                         int64_t index) {
-    int64_t slot = op->rows[row], at = (int32_t)position, start = to->num_tokens;
-    const int32_t *table = op->tables + slot * op->blocks;
+    int64_t slot = op->rows[row], at = (int32_t)position, added = to->num_rows;
     int64_t room = min64(min64(op->num_blocks[row] * op->block_size, op->max_len), op->limits[row] - 1) - at;
-    int64_t most = index < *op->num_drafting ? min64(op->counts[index], room - 1) : 0;
     if (room < 1) return 0;
-    ((int32_t *)to->query_starts)[to->num_rows] = (int32_t)start;
-    for (int64_t i = 0; i <= most && token >= 0; i++, to->num_tokens++) {
-        int64_t here = at + i;
-        ((int64_t *)to->input_ids)[start + i] = token;
-        ((int64_t *)to->positions)[start + i] = position + i;
-        ((int64_t *)to->slots)[start + i] = table[here / op->block_size] * op->block_size + here % op->block_size;
-        op->slots[start + i] = slot;
-        *known_token(op->by, slot, here) = (int32_t)token;
-        token = i < most ? op->drafts[i * op->max_rows + index] : -1;
-    }
-    int64_t length = at + to->num_tokens - start;
-    ((int32_t *)to->seq_lens)[to->num_rows] = (int32_t)length;
-    memcpy((int32_t *)to->block_tables + to->num_rows * op->blocks, table, parts(length, op->block_size) * sizeof(int32_t));
-    op->rows[to->num_rows] = slot, op->row_of[to->num_rows] = op->row_of[row];
-    op->wanted[to->num_rows] = op->wanted[row], op->num_blocks[to->num_rows] = op->num_blocks[row];
-    op->limits[to->num_rows++] = op->limits[row];
+    op->rows[added] = slot, op->row_of[added] = op->row_of[row], op->wanted[added] = op->wanted[row];
+    op->num_blocks[added] = op->num_blocks[row], op->limits[added] = op->limits[row];
+    int64_t most = index < *op->num_drafting ? min64(op->counts[index], room - 1) : 0;
+    add_row(op, to, slot, position, token, op->drafts + index, op->max_rows, most);
     return 1;
 }
 
@@ -236,10 +265,7 @@ void next_round(const void *arguments, const struct step *step, struct worker *w
         if (index < *op->num_drafting) op->order[index] = -1 - origin;
     }
     for (int64_t index = 0; index < *op->num_drafting; index++) op->order[index] = -1 - op->order[index];
-    ((int32_t *)to.query_starts)[to.num_rows] = (int32_t)to.num_tokens;
     *op->continues = continues && to.num_rows;
     ++*op->round;
-    if (!*op->continues) return;
-    *op->step = *op->first = to;
-    op->first->input_ids = op->tokens;
+    if (*op->continues) begin_round(op, &to);
 }

@@ -26,6 +26,7 @@ operator *const operators[OPERATORS] = {
     [VERIFY_DRAFTS] = verify_drafts, [NEXT_ROUND] = next_round,
     [MIX_STREAMS] = mix_streams, [SPREAD_STREAMS] = spread_streams,
     [STORE_VECTORS] = store_vectors, [COMPRESS] = compress, [TOKENS_OF_POOLS] = tokens_of_pools,
+    [FIRST_ROUND] = first_round,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -87,6 +88,7 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [STORE_VECTORS] = sizeof(struct store_vectors),
     [COMPRESS] = sizeof(struct compress),
     [TOKENS_OF_POOLS] = sizeof(struct tokens_of_pools),
+    [FIRST_ROUND] = sizeof(struct first_round),
 };
 
 /* By this, callers check that they have the same arguments; 0 for an unknown operator. */

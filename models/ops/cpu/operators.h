@@ -38,6 +38,7 @@ enum {
     NEXT_ROUND,
     MIX_STREAMS, SPREAD_STREAMS,
     STORE_VECTORS, COMPRESS, TOKENS_OF_POOLS,
+    FIRST_ROUND,
     OPERATORS
 };
 
@@ -458,6 +459,14 @@ struct next_round {
     int64_t *continues;    /* [1] whether the next round can be computed */
 };
 
+/* Prepares the step of the first round; later rounds have theirs from `next_round`. */
+struct first_round {
+    const struct next_round *round; /* whose `step` has the number of rows B and the states */
+    const int64_t *positions;       /* [B] position of each row's last known token */
+    const int64_t *counts;          /* [B] number of drafts that each row verifies */
+    const int64_t *drafts;          /* the drafts of all rows, in order */
+};
+
 /* The same operators for weights of 8 or 4 bits, packed as in quantized.h; `pack` rounds. */
 struct quantized_linear {
     struct linear linear;
@@ -810,7 +819,7 @@ operator short_conv, state_space, group_norm, scale_rows;
 operator delta_rule, selective_scan;
 operator copy_rows, share_tokens, await_answers, on_step;
 operator all_reduce;
-operator greedy_head, greedy_choice, take_drafts, accept_drafts, next_round;
+operator greedy_head, greedy_choice, take_drafts, accept_drafts, first_round, next_round;
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear, gated_linear;
 operator position_scales;
 operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear, quantized_gated_linear;

@@ -258,16 +258,16 @@ class GreedyHead(Head):
         numbers.
         """
         num_rows = len(hidden)
-        self.read_from(hidden)
+        self.read_from(hidden.data_ptr(), hidden.stride(0))
         self._step.num_tokens = num_rows
         self._library.run(self._operations, self._step)
         return self.token_ids[:num_rows], self.peaks[:num_rows]
 
-    def read_from(self, hidden: torch.Tensor) -> None:
-        """Make the operators read the first rows of `hidden`. # [rows, hidden_size]"""
+    def read_from(self, address: int, stride: int) -> None:
+        """Make the operators read hidden states at `address`, with `stride` elements from row to row."""
         if self._library.threads != len(self._peaks_by_thread):
             self._make_room(self._library.threads)
-        self._head.x, self._head.x_stride = hidden.data_ptr(), hidden.stride(0)
+        self._head.x, self._head.x_stride = address, stride
 
     @property
     def arguments(self) -> tuple[structures.Arguments, ...]:
@@ -288,9 +288,9 @@ class SampledHead(Head):
         self._product.out, self._product.out_stride = logits.data_ptr(), head.vocab_size
         self._product.out_features = head.vocab_size
 
-    def read_from(self, hidden: torch.Tensor) -> None:
-        """Make the operators read the first rows of `hidden`. # [rows, hidden_size]"""
-        self._product.x, self._product.x_stride = hidden.data_ptr(), hidden.stride(0)
+    def read_from(self, address: int, stride: int) -> None:
+        """Make the operators read hidden states at `address`, with `stride` elements from row to row."""
+        self._product.x, self._product.x_stride = address, stride
 
     def choosing(self, slots: npt.NDArray[np.int64], token_offset: int) -> tuple[structures.Arguments, ...]:
         """Return the operators that choose a token for the position `token_offset` after each of the step's positions.

@@ -285,6 +285,13 @@ class NextRound(Arguments):
     )
 
 
+class FirstRound(Arguments):
+    """`struct first_round`."""
+
+    kind = 58
+    _fields_: ClassVar = _declared("*round *positions *counts *drafts")
+
+
 class QuantizedLinear(Arguments):
     """`struct quantized_linear`."""
 
