@@ -22,10 +22,12 @@ class GraniteAttention(LlamaAttention):
         return config.fields.number("attention_multiplier", config.head_dim**-0.5)
 
 
-DEFAULTS = {"attention_multiplier": 1.0, "rms_norm_eps": 1e-6}
+DEFAULTS = {"rms_norm_eps": 1e-6}
+ABSENT = {"attention_multiplier": 1.0}
+"""See `ConfigFacts.absent`: null is the scale of other models."""
 
 
-@architecture("GraniteForCausalLM", ConfigFacts(defaults=DEFAULTS, has_mlp_bias=True))
+@architecture("GraniteForCausalLM", ConfigFacts(defaults=DEFAULTS, absent=ABSENT, has_mlp_bias=True))
 class GraniteForCausalLM(LlamaForCausalLM):
     """Granite 3 with its language-model head."""
 
@@ -47,7 +49,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
         )
 
 
-@architecture("GraniteMoeForCausalLM", ConfigFacts(defaults=DEFAULTS))
+@architecture("GraniteMoeForCausalLM", ConfigFacts(defaults=DEFAULTS, absent=ABSENT))
 class GraniteMoeForCausalLM(GraniteForCausalLM):
     """Granite 3 with experts, with its language-model head."""
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
-from models.architectures.granite import DEFAULTS, GraniteAttention
+from models.architectures.granite import ABSENT, DEFAULTS, GraniteAttention
 from models.architectures.hybrid import (
     LAYER_KINDS,
     MAMBA_DEFAULTS,
@@ -99,6 +99,7 @@ def _experts(config: ModelConfig, num_experts: int, parallel: TensorParallel) ->
             "intermediate_size": 11008,
             "max_position_embeddings": 2048,
         },
+        absent=ABSENT,
         renamed={"layers_block_type": "layer_types"},
         layer_kinds=LAYER_KINDS,
     ),

@@ -87,6 +87,8 @@ _IGNORED: dict[str, dict[str, Any]] = {
 }
 _NULL = {
     "Ernie4_5ForCausalLM": "head_dim",
+    "GraniteMoeForCausalLM": "attention_multiplier",
+    "GraniteMoeHybridForCausalLM": "attention_multiplier",
     "KimiLinearForCausalLM": "moe_renormalize",
     "SeedOssForCausalLM": "head_dim",
 }
