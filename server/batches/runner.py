@@ -12,7 +12,9 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -156,9 +158,10 @@ class BatchRunner:
         self._files = files
         self._holder = holder
         self._max_body_bytes = max_body_bytes
-        self._num_running = 0
+        self._running: Counter[str] = Counter()
+        """Number of running lines by party."""
         self._line_ended = asyncio.Event()
-        self._begins = asyncio.Lock()
+        self._begins = _Turns(self._running)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_stopped = False
         self._expiry: asyncio.Task[None] | None = None
@@ -305,21 +308,22 @@ class BatchRunner:
                     await unfinished.acquire()
                     content = [await self._begin_line(batch, line)]
                     task = running.create_task(self._run_line(batch, line, content))
-                    task.add_done_callback(self._end_line)
+                    task.add_done_callback(lambda _: self._end_line(batch))
                     task.add_done_callback(lambda _: unfinished.release())
 
     async def _begin_line(self, batch: Batch, line: Line) -> bytes:
         """Wait until another line may run, one in each round of the event loop, and read it. While live requests run,
-        fewer lines may.
+        fewer lines may. The next one is of the owner with the fewest running lines, however many batches others have.
 
         A line costs the loop a third of a millisecond, and dozens begin when a batch does, or are tried again. It is
         read only now: the lines of all batches that wait would fill the memory.
         """
-        async with self._begins:
+        async with self._begins.taken(batch.party):
             await asyncio.sleep(0)
             while True:
-                is_busy = self._num_live() > self._num_running
-                if self._num_running < max(1, self._max_lines // (_BUSY_SHARE if is_busy else 1)):
+                num_running = self._running.total()
+                is_busy = self._num_live() > num_running
+                if num_running < max(1, self._max_lines // (_BUSY_SHARE if is_busy else 1)):
                     break
                 self._line_ended.clear()
                 try:
@@ -328,22 +332,24 @@ class BatchRunner:
                 except TimeoutError:
                     continue  # Live requests may have ended.
             content = await asyncio.to_thread(self.store.content, batch, line)
-            self._num_running += 1
+            self._running[batch.party] += 1
             return content
 
-    def _end_line(self, _: object) -> None:
-        self._num_running -= 1
+    def _end_line(self, batch: Batch) -> None:
+        self._running[batch.party] -= 1
+        if not self._running[batch.party]:
+            del self._running[batch.party]
         self._line_ended.set()
 
     async def _begin_line_later(self, batch: Batch, line: Line, seconds: float) -> bytes:
         """As `_begin_line`, for a line that runs, after `seconds`. Other lines run meanwhile, which may have quota
         left."""
-        self._end_line(None)
+        self._end_line(batch)
         try:
             await asyncio.sleep(seconds)
             content = await self._begin_line(batch, line)
         except BaseException:
-            self._num_running += 1  # The end of the task subtracts it again.
+            self._running[batch.party] += 1  # The end of the task subtracts it again.
             raise
         return content
 
@@ -429,6 +435,46 @@ class BatchRunner:
                 failure = EngineError(f"the server could not answer the line: {type(error).__name__}: {error}")
                 status, pieces = failure.status, [failure.body()]
         return _Answer(status, headers, b"".join(pieces))
+
+
+class _Turns:
+    """A lock whose next holder is of the owner with the fewest running lines."""
+
+    def __init__(self, running: Counter[str]) -> None:
+        self._running = running
+        self._is_held = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """Waiting tasks by party, longest waiting first."""
+
+    @asynccontextmanager
+    async def taken(self, party: str) -> AsyncIterator[None]:
+        """Hold the lock within the context."""
+        if self._is_held:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(party, deque()).append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():  # It got the lock before it was cancelled.
+                    self._release()
+                raise
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._is_held = False
+        while self._waiting and not self._is_held:
+            party = min(self._waiting, key=self._running.__getitem__)
+            turns = self._waiting.pop(party)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[party] = turns  # As the last one, after owners with as few running lines.
+            if not turn.done():  # A turn is done if its task was cancelled.
+                turn.set_result(None)
+                self._is_held = True
 
 
 class _Requested(msgspec.Struct):

@@ -316,6 +316,33 @@ async def test_lines_that_wait_are_not_in_memory(tmp_path: Path, monkeypatch: py
     await runner.close()
 
 
+async def test_a_key_with_many_batches_leaves_lines_to_others(tmp_path: Path) -> None:
+    """Batches took turns, so that a key with a hundred of them began a hundred lines for each one of another key."""
+    store, app, order = BatchStore(tmp_path, 10**6), App(), list[str]()
+    app.held, answer = asyncio.Event(), app.__call__
+
+    async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+        order.append(scope["state"]["owner"].party)
+        await answer(scope, receive, send)
+
+    runner = BatchRunner(store, noted, lambda: 0, 1, Jobs(Accounts()).batches)
+    heavy = [add(store, [f"{number} {line}" for line in range(4)]) for number in range(6)]
+    light = add(store, list("abcd"), "you")
+    for batch in (*heavy, light):
+        runner.run(batch)
+    while not order or any(
+        store.batch(each.object.id, each.owner).status != "in_progress" for each in (*heavy, light)
+    ):
+        await asyncio.sleep(0.005)
+    app.held.set()
+    await until_ended(store, light)
+    assert order.index("you (batches)") <= 4
+    assert len(order[: len(order) - order[::-1].index("you (batches)")]) <= 14  # Of 28, every second one.
+    for batch in heavy:
+        await until_ended(store, batch)
+    await runner.close()
+
+
 async def test_a_line_that_is_longer_than_a_request_may_be_fails_its_batch(tmp_path: Path) -> None:
     """Decoding 27 MB of numbers at once stopped the event loop for half a second."""
     store, jobs = BatchStore(tmp_path, 10**6), Jobs(Accounts())
