@@ -199,6 +199,7 @@ class Connection:
         "_unread",
         "_unread_since",
         "answer_party",
+        "body_party",
         "is_exempt",
         "is_open",
         "party",
@@ -224,8 +225,8 @@ class Connection:
         """Whether its request is not counted as served, as a probe, or without an accepted key."""
         self._is_served = False
         """Whether it counts as a served connection."""
-        self._body_bytes = 0
-        """Bytes of the body that were received."""
+        self._body_bytes, self.body_party = 0, party
+        """Bytes of the body that were received, and the party that those in memory are accounted to."""
         self._answer_bytes, self.answer_party = 0, party
         """Bytes of a large answer of which a part is yet to be sent, and the party that they are accounted to."""
         self._unread, self._unread_since = 0, 0.0
@@ -265,13 +266,17 @@ class Connection:
             self._table.forget(self)
             self._enter("head")
 
-    def begin_request(self, *, is_uncounted: bool) -> TooManyConnections | None:
+    def begin_request(self, *, is_uncounted: bool, party: str | None = None) -> TooManyConnections | None:
         """Note that the head of a request is complete. Returns the error if the request must be refused.
 
-        `is_uncounted`: whether it does not count as served, unless `serve` is called.
+        `is_uncounted`: whether it does not count as served, unless `serve` is called. `party` is that of its API key,
+        if it has an accepted one.
         """
         if not self.is_open:
             return None
+        if not self._body_bytes:
+            # Clients behind one proxy have one address: bodies of one key must not end those of others.
+            self.body_party = party or self.party
         if self._phase != "answer":
             self._is_uncounted = is_uncounted
             refused = None if is_uncounted else self._table.refusal(self)
@@ -698,18 +703,18 @@ class Connections:
     def received_body(self, connection: Connection, num_bytes: int) -> None:
         """Count `num_bytes` more bytes of bodies in memory.
 
-        Beyond the bound, the connection with the largest body, of the address that holds most, is closed.
+        Beyond the bound, the connection with the largest body, of the key or address that holds most, is closed.
         """
-        self._accounts.change(connection.party, "body_bytes", num_bytes)
+        self._accounts.change(connection.body_party, "body_bytes", num_bytes)
         if self._accounts.total("body_bytes") <= self.limits.body_bytes:
             return
         arriving = [each for each in self._open if each.is_receiving_body]
-        largest = max(arriving, key=lambda each: (self._accounts.used(each.party, "body_bytes"), each.held_bytes))
+        largest = max(arriving, key=lambda each: (self._accounts.used(each.body_party, "body_bytes"), each.held_bytes))
         largest.evict()
 
     def released_body(self, connection: Connection, num_bytes: int) -> None:
         """Note that a body is complete, or never will be, so that its bytes no longer count."""
-        self._accounts.change(connection.party, "body_bytes", -num_bytes)
+        self._accounts.change(connection.body_party, "body_bytes", -num_bytes)
 
     def held_answer(self, connection: Connection, change: int, *, is_held: bool) -> None:
         """Count `change` more bytes of large answers in memory.

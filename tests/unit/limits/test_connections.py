@@ -67,10 +67,12 @@ class Peer:
         """A part of a head."""
         self.connection.received()
 
-    def request(self, *, is_uncounted: bool = False, whole: bool = True) -> TooManyConnections | None:
+    def request(
+        self, *, is_uncounted: bool = False, whole: bool = True, key: str | None = None
+    ) -> TooManyConnections | None:
         """A whole head, with its body unless that is to follow."""
         self.connection.received()
-        refused = self.connection.begin_request(is_uncounted=is_uncounted)
+        refused = self.connection.begin_request(is_uncounted=is_uncounted, party=key)
         if refused is None and whole:
             self.connection.end_body()
         return refused
@@ -629,6 +631,29 @@ def test_bodies_beyond_what_may_be_held_end_with_the_largest_of_the_heaviest_add
     small.body(200)
     larger.body(301)
     assert [peer.is_aborted for peer in (small, larger)] == [False, True]
+
+
+def test_a_keys_bodies_do_not_end_that_of_another_key_behind_the_same_proxy() -> None:
+    """66 slow bodies just below the largest ended 8 of 14 uploads of another key, which were a little larger."""
+    edge = Edge(LIMITS._replace(per_address=8))
+    heavy = [edge.connect(A) for _ in range(4)]
+    light = edge.connect(A)
+    for peer in heavy:
+        peer.request(whole=False, key="heavy")
+        peer.body(240)
+    light.request(whole=False, key="light")
+    light.body(250)
+    assert [peer.is_aborted for peer in (*heavy, light)].count(True) == 1
+    assert not light.is_aborted
+    assert dict(edge.accounts.users("body_bytes")) == {"heavy": 720, "light": 250}
+    light.connection.end_body()
+    light.answered()
+    light.request(whole=False)  # Without a key.
+    light.body(10)
+    assert edge.accounts.used(light.connection.party, "body_bytes") == 10
+    for peer in (*heavy, light):
+        peer.connection.close()
+    assert not edge.accounts.users("body_bytes")
 
 
 def test_a_body_that_has_arrived_no_longer_counts(edge: Edge) -> None:
