@@ -10,7 +10,8 @@ import math
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
@@ -24,11 +25,11 @@ from prometheus_client import (
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
-    generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from engine.distributed.logs import dropped_lines
 from engine.messages import ModelInfo, SchedulerStats
@@ -267,10 +268,9 @@ class Metrics:
         )
         self._adapters: list[Callable[[], Sequence[str]]] = []
         registry.register(_AdapterCollector(self._adapter_names))
-        self._aliases: CollectorRegistry | None = None
+        self._aliases: _VllmAliases | None = None
         if aliases_for is not None:
-            self._aliases = CollectorRegistry()
-            self._aliases.register(_VllmAliases(registry, aliases_for, self._adapter_names))
+            self._aliases = _VllmAliases(aliases_for, self._adapter_names)
 
     def step(self, stats: SchedulerStats, generated_tokens: int, replica: int = 0) -> None:
         """Record an engine step that generated `generated_tokens` tokens. Samples are updated at the next scrape."""
@@ -460,8 +460,47 @@ class Metrics:
         dropped = dropped_lines()
         self._dropped_log_lines.inc(dropped - self._seen_dropped_log_lines)
         self._seen_dropped_log_lines = dropped
-        text = generate_latest(self._registry)
-        return text if self._aliases is None else text + generate_latest(self._aliases)
+        families = list(self._registry.collect())
+        if self._aliases is not None:
+            families += list(self._aliases.of(families))
+        return text_of(families)
+
+
+_number: Callable[[float], str] = floatToGoString
+
+
+def text_of(families: Iterable[Metric]) -> bytes:
+    """Return metrics in Prometheus' text format: what `generate_latest` returns, in less time."""
+    lines: list[str] = []
+    for family in families:
+        lines.append(_heading(family.name, family.type, family.documentation))
+        lines += [
+            f"{_series(each.name, tuple(each.labels.items()))} {_number(each.value)}\n" for each in family.samples
+        ]
+    return "".join(lines).encode()
+
+
+_SUFFIXES = {"counter": "_total", "info": "_info"}
+"""What the text format adds to the names of families of these types."""
+
+
+@lru_cache(1024)
+def _heading(name: str, type: str, documentation: str) -> str:
+    name += _SUFFIXES.get(type, "")
+    documentation = documentation.replace("\\", r"\\").replace("\n", r"\n")
+    return f"# HELP {name} {documentation}\n# TYPE {name} {'gauge' if type == 'info' else type}\n"
+
+
+@lru_cache(8192)
+def _series(name: str, labels: tuple[tuple[str, str], ...]) -> str:
+    """Return the name of a sample with its labels."""
+    if not labels:
+        return name
+    pairs = ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in sorted(labels))
+    return f"{name}{{{pairs}}}"
+
+
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 _VLLM_NAMES = {
@@ -489,21 +528,20 @@ _MEANS = frozenset(("kaon_kv_cache_usage_ratio",))
 """Gauges that are averaged over the replicas. Other gauges are summed."""
 
 
-class _VllmAliases(Collector):
+class _VllmAliases:
     """The metrics that routers read, under vLLM's names.
 
     The Gateway API inference extension and llm-d read one sample per name, so replicas are added up here.
     """
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, adapters: Callable[[], Sequence[str]]) -> None:
-        self._registry = registry
+    def __init__(self, model_name: str, adapters: Callable[[], Sequence[str]]) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._adapters = adapters
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the families of `_VLLM_NAMES`, the cache's size, and the adapters."""
+    def of(self, families: Sequence[Metric]) -> Iterator[Metric]:
+        """Yield those of `families` that `_VLLM_NAMES` has, the cache's size, and the adapters."""
         cache: dict[str, str] = {}
-        for family in self._registry.collect():
+        for family in families:
             if family.name in ("kaon_kv_cache_blocks", "kaon_kv_cache_block_tokens"):
                 # The size of one replica's cache: routers compare it with the blocks of a prefix.
                 cache[family.name] = str(int(family.samples[0].value))

@@ -7,10 +7,12 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Gauge, Histogram, Info, Metric, generate_latest
+from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.messages import RequestOutput, SchedulerStats
@@ -18,7 +20,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.request_state import RequestState
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
-from server.metrics import Metrics
+from server.metrics import Metrics, text_of
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +273,14 @@ def test_one_core_has_no_label_and_the_names_are_the_same() -> None:
     assert len(labelled) == 21
 
 
+@pytest.fixture
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets no rendering but the first be due at once, however long the test is interrupted."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0, thread_time=time.thread_time)
+    monkeypatch.setattr("server.metrics.time", clock)
+
+
+@pytest.mark.usefixtures("stopped_clock")
 async def test_calls_that_wait_share_a_rendering_that_is_later_than_they() -> None:
     metrics = Metrics("1.2.3")
     rendered = []
@@ -286,6 +296,7 @@ async def test_calls_that_wait_share_a_rendering_that_is_later_than_they() -> No
     assert len(rendered) == 2
 
 
+@pytest.mark.usefixtures("stopped_clock")
 async def test_a_call_is_answered_without_a_round_of_the_event_loop_if_a_rendering_is_due() -> None:
     """While a busy loop takes rounds of tens of milliseconds, each one counts."""
     metrics = Metrics("1.2.3")
@@ -296,6 +307,7 @@ async def test_a_call_is_answered_without_a_round_of_the_event_loop_if_a_renderi
     waiting.close()
 
 
+@pytest.mark.usefixtures("stopped_clock")
 async def test_few_calls_get_a_rendering_in_a_round_of_the_event_loop() -> None:
     metrics, rounds, answered = Metrics("1.2.3"), 0, list[int]()
 
@@ -310,6 +322,7 @@ async def test_few_calls_get_a_rendering_in_a_round_of_the_event_loop() -> None:
     assert max(Counter(answered).values()) <= 2
 
 
+@pytest.mark.usefixtures("stopped_clock")
 async def test_who_asked_last_is_answered_first() -> None:
     metrics, answered = Metrics("1.2.3"), list[int]()
 
@@ -322,6 +335,7 @@ async def test_who_asked_last_is_answered_first() -> None:
     assert answered == list(reversed(range(10)))
 
 
+@pytest.mark.usefixtures("stopped_clock")
 async def test_a_rendering_that_fails_fails_all_that_wait_for_it() -> None:
     metrics, handled = Metrics("1.2.3"), list[Any]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: handled.append(context))
@@ -361,3 +375,16 @@ def test_accepted_drafts_are_counted_by_position_and_under_the_names_of_vllm() -
     assert f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 10.0" in text
     assert f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 6.0" in text
     assert f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="1"}} 2.0' in text
+
+
+def test_the_text_is_that_of_the_library_for_every_type_and_value() -> None:
+    registry = CollectorRegistry()
+    Info("build", "With \\ and a\nline break.", registry=registry).info({"version": "1", "os": 'a "b" \\c\nd'})
+    count = PrometheusCounter("requests", "By key.", ("route", "key"), registry=registry)
+    for key in ("", 'quoted "x"', "back\\slash", "two\nlines", "ключ"):
+        count.labels(key=key, route="/").inc(1e17)
+    gauge = Gauge("ratio", "One of each.", ("of",), registry=registry)
+    for number in (0.1, -1.5, 3, math.nan, math.inf, -math.inf, 1e-9, 123456789.5):
+        gauge.labels(of=str(number)).set(number)
+    Histogram("seconds", "Times.", buckets=(0.1, 2.5, 10), registry=registry).observe(1)
+    assert text_of(registry.collect()) == generate_latest(registry)
