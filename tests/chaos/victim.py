@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
@@ -19,8 +20,7 @@ from tests.chaos.faults import ChaosServer
 from tests.chaos.workload import client
 from tests.e2e.kaon_server import START_SECONDS
 
-_PROBES = ("/livez", "/readyz", "/metrics")
-_PROBE_SECONDS = 0.05
+_RETRY_SECONDS = 0.05
 
 
 class Streamed(NamedTuple):
@@ -64,7 +64,7 @@ async def read_stream(
             if parts:
                 raise
         if not parts:
-            await asyncio.sleep(_PROBE_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)
     *events, done, _ = b"".join(parts).split(b"\n\n")
     assert done == b"data: [DONE]", b"".join(parts)[-300:]
     # Chunks are merged if the client or the server is late.
@@ -107,38 +107,35 @@ class Seen:
 
 @contextlib.asynccontextmanager
 async def watching(server: ChaosServer, body: dict[str, Any], key: str = "none") -> AsyncIterator[Seen]:
-    """During the block and until the last stream ends, read streams one after the other, and probe the server, each
-    time on a new connection."""
+    """During the block and until the last stream ends, read streams one after the other, and probe the server by
+    `tests.chaos.prober`. The probes are known after the block."""
     seen, is_over = Seen(), asyncio.Event()
 
     async def read_streams() -> None:
         while not (seen.streams and is_over.is_set()):
             seen.streams.append(await read_stream(http, body, retries=True))
 
-    async def probe(streams: asyncio.Task[None]) -> None:
-        for path in itertools.cycle(_PROBES):
-            if streams.done() and seen.probes:
-                return
-            began = time.monotonic()
-            try:
-                assert (await keyless.get(path)).status_code == 200
-                seen.probes.append(time.monotonic() - began)
-            except (httpx.RemoteProtocolError, httpx.ReadError):
-                seen.closed += 1
-            await asyncio.sleep(_PROBE_SECONDS)
-
-    async with client(server.url) as http, client(server.url) as keyless:
+    prober = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.chaos.prober", str(server.port)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with client(server.url) as http:
         http.headers["Authorization"] = f"Bearer {key}"
         streams = asyncio.create_task(read_streams())
-        probes = asyncio.create_task(probe(streams))
         try:
             yield seen
             is_over.set()
-            await asyncio.gather(streams, probes)
+            await streams
+            output, _ = await prober.communicate(b"")
+            probed = json.loads(output)
+            seen.probes, seen.closed = probed["seconds"], probed["closed"]
         finally:
-            for task in (streams, probes):
-                task.cancel()
-            await asyncio.gather(streams, probes, return_exceptions=True)
+            streams.cancel()
+            await asyncio.gather(streams, return_exceptions=True)
+            if prober.returncode is None:
+                prober.kill()
+                await prober.wait()
 
 
 async def watch(server: ChaosServer, body: dict[str, Any], key: str = "none", seconds: float = 0.0) -> Seen:
