@@ -5,9 +5,8 @@ A new task would begin in the next round of the loop, after all callbacks that a
 
 import asyncio
 import contextvars
-import types
-from collections.abc import Awaitable, Coroutine, Generator
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, NoReturn
 
 
 def begin_at_once(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
@@ -21,24 +20,25 @@ def begin_at_once(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | 
         awaited = context.run(coroutine.send, None)
     except StopIteration:
         return None
-    return asyncio.get_running_loop().create_task(_await(_rest(coroutine, awaited)), context=context)
+    return asyncio.get_running_loop().create_task(_Begun(coroutine, awaited), context=context)
 
 
-async def _await(rest: Awaitable[None]) -> None:
-    await rest
+class _Begun(Coroutine[Any, Any, None]):
+    """The rest of a coroutine that waits for `awaited`, for a task."""
 
+    def __init__(self, coroutine: Coroutine[Any, Any, None], awaited: Any) -> None:
+        self._coroutine = coroutine
+        self._awaited = [awaited]
 
-@types.coroutine
-def _rest(coroutine: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
-    """Wait for `awaited`, which `coroutine` waits for, and then for the rest of it."""
-    try:
-        while True:
-            try:
-                yield awaited
-            except BaseException as error:  # noqa: BLE001 - such as a cancellation, which is the coroutine's
-                awaited = None  # A failed future, its error and this frame would be a cycle.
-                awaited = coroutine.throw(error)
-            else:
-                awaited = coroutine.send(None)
-    except StopIteration:
-        return
+    def send(self, value: Any) -> Any:
+        return self._awaited.pop() if self._awaited else self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        self._awaited.clear()
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> NoReturn:
+        raise TypeError("only a task continues it")
