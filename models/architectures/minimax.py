@@ -21,7 +21,7 @@ from models.layers.lora import OutputPart, Span
 from models.layers.mamba2 import StateSpaceWeights, state_space
 from models.layers.norm import HeadsRMSNorm, RMSNorm
 from models.ops.activation import ACTIVATIONS, activate, gate_heads
-from models.ops.types import StateCache
+from models.ops.types import Gating, StateCache
 from models.parallel.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -83,11 +83,13 @@ class LightningAttention(nn.Module):
         return state_space(qkv, steps, weights, states, metadata, groups=self.num_heads, limits=limits)
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """Yield the check case of the state-space kernel."""
+        """Yield the check cases of the activation and of the state space."""
+        from models.ops.triton.cases.elementwise import ActivationCase
         from models.ops.triton.cases.state_space import Mamba2Case
 
         del max_tokens
         heads, dim = self.num_heads, self.head_dim
+        yield ActivationCase(3 * heads * dim, Gating(self.activation), dtype, is_gated=False)
         yield Mamba2Case(heads, dim, heads, dim, 0, False, False, "none", 0.0, (1.0, 1.0), dtype)
 
 

@@ -1,7 +1,8 @@
 """OLMo Hybrid: pre-norm layers of gated delta nets, and OLMo 3's post-norm attention layers."""
 
+from collections.abc import Iterator
 from types import MappingProxyType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from models.layers.norm import RMSNorm
 from models.layers.parameter import WeightPart, empty_parameter, require_shape
 from models.ops.norm import add_rows
 from models.parallel.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from models.ops.self_test import Case
 
 _NORM_EPS = 1e-5
 """Epsilon of the norm of the delta rule's output; it does not follow `rms_norm_eps`."""
@@ -71,6 +75,14 @@ class OlmoHybridDeltaNet(DeltaMixer):
     def gated(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `DeltaMixer`."""
         return gated_norm(read, gate, self.norm_weight, self.heads, _NORM_EPS, "after the norm")
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """See `DeltaMixer`; the gated norm too."""
+        from models.ops.triton.cases.state_space import GatedNormCase
+
+        yield from super().kernel_cases(dtype, max_tokens)
+        features = len(self.norm_weight)
+        yield GatedNormCase(features, self.heads, "after the norm", _NORM_EPS, dtype, row=features)
 
     def _load_norm(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
         """Repeat the weight for all heads, which share it."""

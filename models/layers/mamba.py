@@ -137,8 +137,8 @@ class MambaMixer(nn.Module):
         return read.to(x.dtype)
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """Yield the check cases of this layer's kernels: the convolution and the scan."""
-        from models.ops.triton.cases.state_space import ShortConvCase
+        """Yield the check cases of this layer's kernels: the convolution, the scan and the gate."""
+        from models.ops.triton.cases.state_space import GatedNormCase, ShortConvCase
         from models.ops.triton.cases.token_scans import SelectiveScanCase
 
         del max_tokens
@@ -147,6 +147,7 @@ class MambaMixer(nn.Module):
         has_silu = self.conv1d.has_silu
         yield ShortConvCase(channels, taps, has_bias, dtype, is_gated=False, has_silu=has_silu, row=2 * channels)
         yield SelectiveScanCase(channels, self.shape.state_size, dtype)
+        yield GatedNormCase(channels, 1, "alone", 0.0, dtype, row=2 * channels, first=channels)
 
     def _load_channels(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
         require_shape(loaded, (self.shape.channels,))

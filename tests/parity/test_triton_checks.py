@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 from triton.runtime.interpreter import InterpretedFunction
 
 from engine.commands import doctor
@@ -15,6 +16,8 @@ from engine.runner.kernel_checks import check_kernels, failure_of
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.model_runner import ModelRunner
 from engine.sequence import Sequence
+from models.architectures.minimax import LightningAttention
+from models.architectures.olmo_hybrid import OlmoHybridDeltaNet
 from models.attention.triton import TritonAttentionBackend
 from models.layers.mamba import MambaMixer, MambaShape
 from models.ops import aiter, triton
@@ -23,16 +26,17 @@ from models.ops.stored_weight import stored_of
 from models.ops.triton import cases, configs
 from models.ops.triton.cases import quantized_products as products
 from models.ops.triton.cases import small_cases
+from models.ops.triton.cases.elementwise import ActivationCase
 from models.ops.triton.cases.experts import SortCase
-from models.ops.triton.cases.state_space import ShortConvCase
+from models.ops.triton.cases.state_space import GatedNormCase, ShortConvCase
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.paged_model import prompt
+from tests.parity.paged_model import PagedModel, prompt
 from tests.parity.test_quantization import FORMATS
 from tests.parity.test_worker_model_runner import runner_for, step_alone
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
-from tests.parity.variants import deepseek, gemma3, gpt_oss, qwen3_next
+from tests.parity.variants import deepseek, gemma3, gpt_oss, qwen3_next, recurrent
 
 __all__ = ["triton_kernels"]
 
@@ -247,11 +251,41 @@ def test_what_a_model_uses_is_looked_at_once_for_layers_that_are_alike(
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_a_convolution_is_looked_at_in_the_form_in_which_it_serves(activation: str) -> None:
     """With SiLU, which is a part of its kernel, and without it where another kernel computes the activation."""
-    shape = MambaShape(32, 64, 16, 4, 8, bias=False, conv_bias=True, norms="none", eps=1e-6, activation=activation)
-    mixer = MambaMixer("model.layers.0.mixer", shape, SINGLE_RANK)
+    mixer = mamba_mixer(activation)
     (convolution,) = (case for case in mixer.kernel_cases(BF16, 8) if isinstance(case, ShortConvCase))
     assert convolution.has_silu == mixer.conv1d.has_silu == (activation == "silu")
     assert (len([*mixer.conv1d.kernel_cases(BF16, 8)]) == 1) == (activation == "gelu")
+
+
+def mamba_mixer(activation: str) -> MambaMixer:
+    shape = MambaShape(32, 64, 16, 4, 8, bias=False, conv_bias=True, norms="none", eps=1e-6, activation=activation)
+    return MambaMixer("model.layers.0.mixer", shape, SINGLE_RANK)
+
+
+def test_a_gate_without_a_norm_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Mamba's layers; the gates of Mamba-2's are a part of their own case."""
+    (gate,) = (case for case in mamba_mixer("silu").kernel_cases(BF16, 8) if isinstance(case, GatedNormCase))
+    assert failure_of([gate], CPU, "it") is None
+    break_kernels(monkeypatch, "group_norm_kernel")
+    assert failure_of([gate], CPU, "it") is not None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layer", "case"),
+    [
+        ("MiniMaxForCausalLM", LightningAttention, ActivationCase),
+        ("OlmoHybridForCausalLM", OlmoHybridDeltaNet, GatedNormCase),
+    ],
+)
+def test_what_follows_a_recurrent_product_is_looked_at(
+    architecture: str, layer: type[nn.Module], case: type[Case], tmp_path: Path
+) -> None:
+    variant = next(each for each in recurrent.VARIANTS if each.architecture == architecture)
+    model = PagedModel(make_checkpoint(tmp_path, variant.family, **variant.overrides)).model
+    assert isinstance(model, nn.Module)
+    found = next(module for module in model.modules() if isinstance(module, layer))
+    (one,) = (each for each in found.kernel_cases(BF16, 8) if isinstance(each, case))
+    assert first_failure([one], CPU) is None
 
 
 @pytest.mark.usefixtures("triton_backend")

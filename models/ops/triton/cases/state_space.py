@@ -241,13 +241,15 @@ class Mamba2Case(Case):
             suffix = " that verifies drafts" if with_drafts else ""
             name = f"a state space of {self.heads} heads of {self.state}x{self.dim}{suffix}"
             yield from self._of_rows(problems, rows, name)
+        if self.gate != "none":
+            yield from GatedNormCase(inner, self.groups, self.gate, self.eps, self.dtype, row).compare(problems)
 
     def _of_rows(self, problems: Problems, rows: Rows, name: str) -> Iterator[Finding]:
         inner, wide = self.heads * self.dim, self.heads * self.dim + 2 * self.groups * self.state
         share = rounding_bound(self.dtype)
         x = problems.normal(rows.num_tokens, wide, dtype=self.dtype, scale=0.5)
         product = problems.normal(rows.num_tokens, inner + wide + self.heads, dtype=self.dtype)
-        gate, dt = product[:, :inner], product[:, inner + wide :]
+        dt = product[:, inner + wide :]
         if self.gate == "none":
             # What MiniMax passes, whose time steps are all 1.
             dt = x[:, : self.heads]
@@ -264,13 +266,35 @@ class Mamba2Case(Case):
             yield Finding(f"{what} of {name}", relative_error(found[some], exact[some], bound[some]))
         largest = states.abs().amax((-2, -1), keepdim=True).expand(states.shape)
         yield Finding(f"states of {name}", relative_error(after, states, _ROUNDED * largest))
-        if self.gate == "none":
-            return
-        weight = None if self.gate == "alone" else problems.near_one(inner, dtype=self.dtype)
-        is_first = self.gate == "before the norm"
-        normed = group_norm(read, gate, weight, groups, self.eps, is_gated_first=is_first)
-        exact = reference_norm(read, gate, weight, groups, self.eps, is_gated_first=is_first)
-        yield Finding(f"the norm of {name}", relative_error(normed, exact, (share + FLOAT32) * exact.abs()))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNormCase(Case):
+    """A gate of what a layer reads from its states, with a norm or alone."""
+
+    operator: ClassVar[str] = "recurrent"
+    features: int
+    groups: int
+    gate: str
+    """As in `Mamba2Case`, but not "none"."""
+    eps: float
+    dtype: torch.dtype
+    row: int
+    """Features of the product of which the gates are a part."""
+    first: int = 0
+    """The first gate among them."""
+
+    def compare(self, problems: Problems) -> Iterator[Finding]:
+        """See `Case`."""
+        tokens = sum(count for count, _ in _ROWS)
+        gate = problems.normal(tokens, self.row, dtype=self.dtype)[:, self.first : self.first + self.features]
+        read = problems.normal(tokens, self.features, dtype=self.dtype)
+        weight = None if self.gate == "alone" else problems.near_one(self.features, dtype=self.dtype)
+        groups, eps, is_first = self.groups, self.eps, self.gate == "before the norm"
+        normed = group_norm(read, gate, weight, groups, eps, is_gated_first=is_first)
+        exact = reference_norm(read, gate, weight, groups, eps, is_gated_first=is_first)
+        error = relative_error(normed, exact, (rounding_bound(self.dtype) + FLOAT32) * exact.abs())
+        yield Finding(f"a gated norm of {self.features}", error)
 
 
 def common_cases(device: torch.device) -> tuple[Case, ...]:
@@ -308,4 +332,5 @@ def small_cases(device: torch.device) -> dict[str, Case]:
             **sizes,  # type: ignore[arg-type]
         ),
         "short convolution in bf16": ShortConvCase(40, 3, has_bias=True, dtype=torch.bfloat16),
+        "a gate alone in fp16": GatedNormCase(40, 1, "alone", 0.0, torch.float16, row=80, first=40),
     }
