@@ -1,6 +1,7 @@
 """Rules that hold for the repository as a whole, beyond what linters and import contracts check."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutate import MUTATIONS, locate, resolve
+from tools.mutate import MUTATIONS, NO_COMPILE, locate, resolve, test_index
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("kaon", "server", "engine", "kvcache", "models")
@@ -70,3 +71,9 @@ def test_each_seeded_bug_is_found_once_in_the_product_and_names_tests_that_exist
     """So that `make mutate` runs also after the code that it changes has moved."""
     stale = [each.name for each in MUTATIONS if len(locate(each)) != 1 or not all(map(resolve, each.tests))]
     assert not stale
+
+
+def test_each_recorded_killer_of_a_seeded_bug_is_a_test_that_exists() -> None:
+    record: dict[str, str | None] = json.loads((ROOT / "tools" / "mutations-killed.json").read_text())
+    names = {killer.rpartition("::")[2] for killer in record.values() if killer is not None and killer != NO_COMPILE}
+    assert names <= test_index().keys()
