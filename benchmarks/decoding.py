@@ -197,9 +197,10 @@ def speculation_table(repeats: int = SPECULATION_ROUNDS, new_tokens: int = _SPEC
             rows.append((answers, str(streams), *medians, f"{ratio:.2f} x"))
     return Table(
         "Speculative decoding",
-        f"Random weights in the shape of a 0.6B model, bfloat16, {new_tokens} tokens after {_SPECULATIVE_CONTEXT}, up "
-        f"to {NUM_DRAFTS} drafts a sequence looked up in it; medians of {repeats} rounds in turn, and of their "
-        f"ratios. The lookup for {_ROWS} sequences of {_LENGTH} tokens takes {_lookup_seconds() * 1e3:.2f} ms a step.",
+        f"Random weights in the shape of a 0.6B model, bfloat16, {new_tokens} tokens after a prompt of "
+        f"{_SPECULATIVE_CONTEXT}, with up to {NUM_DRAFTS} drafts a sequence by n-gram lookup, and without; medians of "
+        f"{repeats} rounds of each in turn, and of the rounds' ratios. The lookup for {_ROWS} sequences of {_LENGTH} "
+        f"tokens takes {_lookup_seconds() * 1e3:.2f} ms a step.",
         "faster where answers repeat themselves; at least 0.95 x where they never do.",
         ("answers", "streams", "tok/s", "with drafts", ""),
         rows,

@@ -137,8 +137,9 @@ def front_end_table(repeats: int = REPEATS) -> Table:
         rows.append((load.endpoint, str(load.streams), f"{rate:.0f}", f"{costs[0]:.1f}", f"{median:.1f}"))
     return Table(
         "Front end",
-        "CPU time of the API process a streamed chunk, user and system, from the engine's message to the socket, with "
-        f"a stub for a core. The first row is a server that does nothing but write. {repeats} repeats.",
+        "CPU time of the API process for each streamed chunk, user and system, from the engine's message to the "
+        "socket. The engine core is a stub. The first row is a server that does nothing but write. "
+        f"{repeats} repeats.",
         "at most 40 µs a chunk of a completion.",
         ("endpoint", "streams", "chunks/s", "µs a chunk, best", "median"),
         rows,

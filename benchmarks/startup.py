@@ -62,7 +62,7 @@ def startup_table(repeats: int = STARTS) -> Table:
     ]
     return Table(
         "Start of the embedded model",
-        f"Warm starts of `kaon serve`, {repeats} of them; memory after one request.",
+        f"{repeats} starts of `kaon serve` with files in the page cache; memory after one request.",
         "ready within 3 s on two cores; API process at most 150 MB and free of torch.",
         ("figure", "measured"),
         rows,

@@ -37,12 +37,12 @@ _WHAT = (
     "turn of some seconds with each workload, in alternating order, while the other one is stopped: the memory rate "
     "of a cloud machine may double within minutes, so figures that were measured minutes apart do not compare. "
     "Figures are medians of the rounds, and ratios are medians of the rounds' ratios. Rates count generated tokens "
-    "from the first request to the last token, prompts included. Shared prefix is the seconds until 16 requests of "
-    "1056 tokens, which begin with the same 1024, have 16 tokens each. Ready is the time from the command to the end "
-    "of a first one-token answer; memory the sum of each process's peak resident size after all workloads. Each "
-    "machine has a section of its own, named by its processor and by the path of Kaon's operators that runs on it, "
-    "and shows its own limits: the matrix rate, which `kaon doctor` measures at the start, and the read rate before "
-    "each turn."
+    "from the first request to the last token, prompts included. `16 sharing 1024 tokens` is the seconds until "
+    "16 requests of 1056 tokens, which begin with the same 1024, have 16 tokens each. Ready is the time from "
+    "the command to the end of a first one-token answer; memory the sum of each process's peak "
+    "resident size after all workloads. Each machine has a section of its own, named by its processor and by the "
+    "path of Kaon's operators that runs on it, and shows its own limits: the matrix rate, which `kaon doctor` "
+    "measures at the start, and the read rate before each turn."
 )
 
 
@@ -84,8 +84,8 @@ def _figures(machine: str, shown: Sequence[Contestant], results: Results) -> Tab
     rounds = max(counts, default=0)
     return Table(
         f"Peers on {machine}",
-        f"Most rounds of a figure: {rounds}.",
-        "at least the ratios below.",
+        f"Medians of up to {rounds} rounds; `128/64` means 128 tokens of prompt and 64 generated ones.",
+        "the ratios of the next table.",
         ("", *(each.title for each in shown)),
         rows,
     )
@@ -150,9 +150,9 @@ def ratios(shown: Sequence[Contestant], results: Results) -> Table:
                 rows.append((f"{title}, median step", precision, *found, _NONE))
     return Table(
         "Kaon against the best peer",
-        "How many times as good Kaon is as the peer that is best at it, among those of the same precision: more "
-        "tokens a second, or less time or memory. The ratio is the median of the rounds' ratios, whose range is next "
-        "to it. The median step is the time between the tokens of a stream while all decode.",
+        "Kaon's figure relative to that of the best peer of the same precision: 2 is twice as many tokens a second, "
+        "or half the time or memory. The ratio is the median of the rounds' ratios, whose range is next to it. The "
+        "median step is the time between the tokens of a stream while all decode.",
         "as the last column says.",
         ("", "weights", "best peer", "Kaon is", "range", "target"),
         rows,
