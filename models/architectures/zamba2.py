@@ -3,8 +3,8 @@
 The calling layers have caches of their own, and may add low-rank products of their own to the shared projections.
 """
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -25,11 +25,14 @@ from models.layers.linear import (
 from models.layers.mamba2 import Mamba2Mixer, Mamba2Options, Mamba2Shape
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryEmbedding
-from models.ops.activation import gated_activation
+from models.ops.activation import gated_activation, gating_of
 from models.ops.columns import join_columns
 from models.ops.norm import add_rows
 from models.ops.types import Rotation
 from models.parallel.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from models.ops.self_test import Case
 
 _HYBRID = "hybrid"
 _MAMBA_EPS = 1e-5
@@ -95,6 +98,15 @@ class SharedMLP(nn.Module):
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         gate_up = add_rows(self.gate_up_proj(hidden), _changed(self.gate_up_proj_adapter_list, caller, hidden))
         return self.down_proj(self.activation(gate_up))  # type: ignore[no-any-return]
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """Yield the check case of the activation."""
+        from models.ops.triton.cases.elementwise import ActivationCase
+
+        del max_tokens
+        gating = gating_of(self.activation)
+        assert gating is not None, "activations that configurations name have numbers"
+        yield ActivationCase(len(self.gate_up_proj.weight) // 2, gating, dtype)
 
 
 class SharedBlock(nn.Module):

@@ -18,6 +18,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.sequence import Sequence
 from models.architectures.minimax import LightningAttention
 from models.architectures.olmo_hybrid import OlmoHybridDeltaNet
+from models.architectures.zamba2 import SharedMLP
 from models.attention.triton import TritonAttentionBackend
 from models.layers.mamba import MambaMixer, MambaShape
 from models.ops import aiter, triton
@@ -36,7 +37,7 @@ from tests.parity.paged_model import PagedModel, prompt
 from tests.parity.test_quantization import FORMATS
 from tests.parity.test_worker_model_runner import runner_for, step_alone
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
-from tests.parity.variants import deepseek, gemma3, gpt_oss, qwen3_next, recurrent
+from tests.parity.variants import all_variants, deepseek, gemma3, gpt_oss, qwen3_next
 
 __all__ = ["triton_kernels"]
 
@@ -275,12 +276,13 @@ def test_a_gate_without_a_norm_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("MiniMaxForCausalLM", LightningAttention, ActivationCase),
         ("OlmoHybridForCausalLM", OlmoHybridDeltaNet, GatedNormCase),
+        ("Zamba2ForCausalLM", SharedMLP, ActivationCase),
     ],
 )
-def test_what_follows_a_recurrent_product_is_looked_at(
-    architecture: str, layer: type[nn.Module], case: type[Case], tmp_path: Path
+def test_what_follows_a_product_is_looked_at(
+    architecture: str, layer: type[Any], case: type[Case], tmp_path: Path
 ) -> None:
-    variant = next(each for each in recurrent.VARIANTS if each.architecture == architecture)
+    variant = next(each for each in all_variants() if each.architecture == architecture)
     model = PagedModel(make_checkpoint(tmp_path, variant.family, **variant.overrides)).model
     assert isinstance(model, nn.Module)
     found = next(module for module in model.modules() if isinstance(module, layer))
