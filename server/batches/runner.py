@@ -160,6 +160,8 @@ class BatchRunner:
         self._max_body_bytes = max_body_bytes
         self._running: Counter[str] = Counter()
         """Number of running lines by party."""
+        self._unwritten: Counter[str] = Counter()
+        """Number of writes by batch that have failed and are tried again."""
         self._line_ended = asyncio.Event()
         self._begins = _Turns(self._running)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -272,14 +274,25 @@ class BatchRunner:
         return await self._until_written(batch.object.id, lambda: self._files.run(owner, work, stays=True))
 
     async def _until_written(self, id: str, write: Callable[[], Awaitable[_Result]]) -> _Result:
-        wait = _RETRY_SECONDS[0]
-        while True:
-            try:
-                return await write()
-            except (OSError, sqlite3.OperationalError) as error:
-                _log.error("%s waits, because the store of batches cannot be written: %s", id, error)
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, _RETRY_SECONDS[1])
+        """Try `write` again until the disk takes it. All waiting writes of a batch have one line in the log."""
+        wait, has_failed = _RETRY_SECONDS[0], False
+        try:
+            while True:
+                try:
+                    return await write()
+                except (OSError, sqlite3.OperationalError) as error:
+                    if not has_failed and not self._unwritten[id]:
+                        _log.error("%s waits, because the store of batches cannot be written: %s", id, error)
+                    self._unwritten[id] += not has_failed
+                    has_failed = True
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, _RETRY_SECONDS[1])
+        finally:
+            self._unwritten[id] -= has_failed
+            if not self._unwritten[id]:
+                del self._unwritten[id]
+                if has_failed:
+                    _log.info("%s no longer waits for the store of batches", id)
 
     def _validate(self, batch: Batch) -> bool:
         """Read the lines of a new batch. Returns False if they are invalid, and the batch has failed."""

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import sqlite3
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +386,25 @@ async def test_one_line_begins_in_each_round_of_the_event_loop(tmp_path: Path) -
     counting.cancel()
     assert max(Counter(rounds).values()) == 1
     assert len(rounds) == 20
+    await runner.close()
+
+
+async def test_a_full_disk_is_two_lines_of_the_log_however_many_writes_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "server.batches.runner")
+    monkeypatch.setattr("server.batches.runner._RETRY_SECONDS", (0.0, 0.0))
+    runner = runner_of(BatchStore(tmp_path, 10**6), App())
+
+    async def write(failures: Iterator[int]) -> None:
+        if next(failures, None) is not None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+    await asyncio.gather(*(runner._until_written("batch_1", partial(write, iter(range(3)))) for _ in range(8)))
+    assert [record.message for record in caplog.records] == [
+        "batch_1 waits, because the store of batches cannot be written: database or disk is full",
+        "batch_1 no longer waits for the store of batches",
+    ]
     await runner.close()
 
 
