@@ -58,7 +58,9 @@ def write_pair(
         owner, _, leaf = name.rpartition(".")
         if leaf == "weight" and module(owner):
             parts, meant[name] = by_leaf.get(owner.rpartition(".")[2], quantize)(tensor)
-            stored |= {f"{owner}.{part}": value.contiguous() for part, value in parts.items()}
+            # GPTQ stores a bias of zeros for a layer that has none.
+            named = {f"{owner}.{part}": value.contiguous() for part, value in parts.items()}
+            stored = named | stored
         else:
             stored[name] = meant[name] = tensor
     save_file(stored, quantised / "model.safetensors")

@@ -146,6 +146,15 @@ def test_each_format_computes_what_its_dense_weights_compute(
     assert not torch.allclose(unrounded, PagedModel(pair.dense).logits(prompt(40)), atol=1e-3)
 
 
+def test_gptq_layers_with_a_bias_keep_it(tmp_path: Path) -> None:
+    """The format stores zeros for those without one."""
+    pair = q.write_pair(tmp_path, *FORMATS["gptq"], attention_bias=True)
+    stored = load_file(pair.quantised / "model.safetensors")
+    assert stored["model.layers.0.self_attn.q_proj.bias"].any()
+    assert not stored["model.layers.0.mlp.up_proj.bias"].any()
+    assert_same_model(pair)
+
+
 @pytest.mark.parametrize("name", some(FORMATS, *OF_EACH_LAYOUT))
 def test_a_weight_is_the_same_in_one_piece_and_in_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
