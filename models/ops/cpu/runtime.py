@@ -99,16 +99,17 @@ class Library:
     """The compiled operators and their threads."""
 
     def __init__(self, path: Path) -> None:
-        """Load the shared library `path`. Raises `OSError` if it is invalid or was built from other sources."""
+        """Load the shared library `path`. Raises `OSError` if it is invalid, and `ValueError`, which a start reports
+        without a traceback, if it was built from other sources."""
         self._library = ctypes.CDLL(str(path))
         size_of = getattr(self._library, "kaon_bytes_of_arguments", None)
         if size_of is None or any(size_of(each.kind) != ctypes.sizeof(each) for each in Arguments.__subclasses__()):
-            raise OSError(f"{path} was built from other sources than these; {_INSTALL}")
+            raise ValueError(f"{path} was built from other sources than these; {_INSTALL}")
         self._library.kaon_sources.restype = ctypes.c_char_p
         built_of = self._library.kaon_sources().decode()
         present = sources_hash(path.parent)
         if built_of and present and built_of != present:
-            raise OSError(f"the sources in {path.parent} have changed since they were built; {_INSTALL}")
+            raise ValueError(f"the sources in {path.parent} have changed since they were built; {_INSTALL}")
         self._library.kaon_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
         self._library.kaon_run.restype = ctypes.c_int64
         self.available = tuple(isa for isa in range(len(INSTRUCTION_SETS)) if self._library.kaon_runs(isa))
