@@ -798,8 +798,8 @@ class _Server(uvicorn.Server):
             await self._batches.stop()
             if live := self._models.num_live:
                 _log.warning(
-                    "new requests are refused; the server ends after its live requests (%d), in %g s at the latest, "
-                    "or at another signal",
+                    "new requests are refused; the server ends after its live requests (%d), in %g s at the latest; "
+                    "a second Ctrl-C or SIGTERM ends it now",
                     live,
                     self._drain_timeout,
                 )
