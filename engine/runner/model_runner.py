@@ -364,10 +364,10 @@ class ModelRunner:
         return self.graphs is not None and is_plain and is_captured
 
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        # The operators need neither of the contexts, whose code takes as long as several rows.
+        if self.drafts is not None and (verified := self.drafts.verify(batch)) is not None:
+            return verified
         with torch.inference_mode(), self._aborting_on_all_ranks():
-            verified = None if self.drafts is None else self.drafts.verify(batch)
-            if verified is not None:
-                return verified
             inputs, on_device = self.prepare_model(batch)
             result = self.run_model(inputs, on_device, batch.prompt_spans)
             if self.parallel.rank:

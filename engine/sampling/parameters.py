@@ -233,7 +233,7 @@ class SamplingColumns:
 
     def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
         """Whether all these slots take their argmax, without changes to the logits or log probabilities."""
-        return not self._needs[slots].any()
+        return not any(self._needs[slots].tolist())
 
     def are_of_operators(self, slots: npt.NDArray[np.int64]) -> bool:
         """Whether `operands` includes all sampling parameters that these slots use."""

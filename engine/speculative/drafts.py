@@ -196,10 +196,11 @@ class Drafts:
 
     def _shorten(self, seqs: Rows[Sequence], room: int) -> None:
         """Truncate drafts to `room`: to equal numbers per sequence, or to one for the first sequences."""
-        drafting = [seq for seq in seqs if seq.spec_token_ids]
-        self._has_proposed = bool(drafting)
-        if sum(len(seq.spec_token_ids) for seq in drafting) <= room:
+        num_drafts = sum([len(seq.spec_token_ids) for seq in seqs])
+        self._has_proposed = num_drafts > 0
+        if num_drafts <= room:
             return
+        drafting = [seq for seq in seqs if seq.spec_token_ids]
         most = room // len(drafting)
         for index, seq in enumerate(drafting):
             seq.spec_token_ids = seq.spec_token_ids[: most or int(index < room)]
