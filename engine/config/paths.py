@@ -123,16 +123,22 @@ def weights_digest(checkpoint: Path) -> str:
     """Return eight hexadecimal digits of a hash over a checkpoint's configuration and weights.
 
     The hash covers name, size and first bytes of each file of weights, which locate its tensors, and samples at even
-    distances. A change of a few bytes between the samples does not change it.
+    distances. A change of a few bytes between the samples does not change it. Raises `CheckpointError` if a file
+    cannot be read.
     """
     digest = hashlib.sha256()
     files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]
     for path in (checkpoint / "config.json", *sorted(files)):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            step = max(_SAMPLE_BYTES, size // _SAMPLES)
-            for first in range(0, size, step):
-                file.seek(first)
-                digest.update(file.read(_SAMPLE_BYTES))
+        try:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                step = max(_SAMPLE_BYTES, size // _SAMPLES)
+                for first in range(0, size, step):
+                    file.seek(first)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {why_unreadable(error)}; check it and who may read it, or download it again"
+            ) from error
     return digest.hexdigest()[:8]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.paths import weights_digest
+from models.errors import CheckpointError
 
 SIZE = 3_000_000
 
@@ -41,3 +42,11 @@ def test_other_weights_have_another_digest(checkpoint: Path, what: str) -> None:
         case _:
             weights.unlink()
     assert weights_digest(checkpoint) != before
+
+
+def test_a_file_that_cannot_be_read_is_named(checkpoint: Path) -> None:
+    """As a link of the hub's cache whose file was deleted."""
+    broken = checkpoint / "model-2.safetensors"
+    broken.symlink_to("deleted")
+    with pytest.raises(CheckpointError, match=f"^{broken} cannot be read: No such file or directory; check it"):
+        weights_digest(checkpoint)
