@@ -90,6 +90,10 @@ _WALL_SECONDS = 10.0
 _AT_A_TIME = threading.BoundedSemaphore(2)
 """At most two templates render at a time, so that other requests are not delayed."""
 
+_LEAST_SECONDS = 0.1
+"""Least time between the starts of two processes by one of two threads. A start stops the caller's process for
+milliseconds, and clients that disconnect at once would otherwise cause hundreds per second."""
+
 
 def render_untrusted(
     template: str,
@@ -103,7 +107,8 @@ def render_untrusted(
     """Render the text of the prompt. Blocks for about 0.1 s, at most for `_WALL_SECONDS`. Raises `ValueError` with a
     sentence.
 
-    `watch` ends the process if the caller abandons it: at once, since no other request needs this process.
+    `watch` ends the process if the caller abandons it: at once, since no other request needs this process. The next
+    one starts as late as if it had rendered a short template.
     """
     job = {
         "template": template,
@@ -132,6 +137,8 @@ def render_untrusted(
             if watch.is_abandoned:  # Since before `limiting`, so that `end` had no effect.
                 process.kill()
             output = process.communicate(_encoded(job))[0]
+        if watch.is_abandoned:
+            time.sleep(max(0.0, began + _LEAST_SECONDS - time.monotonic()))
     if watch.is_abandoned:
         raise ValueError(_ABANDONED)
     # What a process wrote until it was killed may be a part of its answer.
