@@ -46,6 +46,10 @@ _SWITCH_SECONDS = 0.0005
 event loop. With Python's default of 5 ms, a thread that parses or renders for one client would delay all streams by
 more than a small model's step."""
 
+_NICENESS = -10
+"""Niceness of the event loop's thread where the system permits it. The loop needs a part of one core only, but next to
+an engine that computes on all cores, probes and streams mostly wait for that part."""
+
 _COMMAND_LINE, _ENVIRONMENT = 47, 49
 """Indices, from 0, of fields in /proc/self/stat: the start address of the command line, and of the environment. The
 next field is the end address."""
@@ -66,6 +70,7 @@ def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
         return _run_node(_without_keys(config), manager)
     name_process("kaon-api")
     sys.setswitchinterval(_SWITCH_SECONDS)
+    prefer_event_loop()
     _raise_open_files_limit()
     _set_up_logging(config.server_config)
     for gap in gaps():
@@ -120,6 +125,17 @@ def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
     finally:
         for core in cores:
             core.shutdown()
+
+
+def prefer_event_loop() -> None:
+    """Let the calling thread have a core before others, unless the process was started with a niceness, or must not.
+
+    Threads and processes that it starts have the usual priority.
+    """
+    if sys.platform == "linux" and os.getpriority(os.PRIO_PROCESS, 0) == 0:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
 
 
 def _raise_open_files_limit() -> None:
