@@ -190,9 +190,9 @@ class ScheduledBatchOutput:
     token, for rows that asked for them; `prompt_logprobs` has one entry per token of the batch's `prompt_spans`.
     `vectors` has the vector, as bytes of float32, of each pooled row whose prompt is now fully computed. `draft_work`
     describes the work of drafting, if a model drafts. If the step had several rounds of verification, `num_rounds` is
-    their number, and `verified_drafts` has the number of drafts and of accepted drafts of each round. `errors` has the
-    reason for each row that could not be sampled, which is absent from the other fields; `refusals` has the same if
-    the request itself excluded every token.
+    their number, and `verified_drafts` has the number of drafts and of accepted drafts of each round, -1 if the row
+    got no token in it. `errors` has the reason for each row that could not be sampled, which is absent from the other
+    fields; `refusals` has the same if the request itself excluded every token.
     """
 
     token_ids: dict[int, tuple[int, ...]]

@@ -219,7 +219,8 @@ class SubmittedSteps:
         if self._drafts.are_on and (verified or fwd_output.draft_token_ids or not self._drafts.pause_left):
             computed = {seq_id for step in self._steps for seq_id in step.batch.req_ids}
             if without_token := self._drafts.take(seqs, fwd_output, verified, computed):
-                self._pool.retract(without_token)
+                # A row may have ended at a stop before the round in which it got no token.
+                self._pool.retract(seq for seq in without_token if seq.leave_reason is None)
             if fwd_output.verified_drafts:
                 self._charge_rounds(seqs, fwd_output.verified_drafts)
         if fwd_output.logprobs:

@@ -133,7 +133,7 @@ class StepDrafts:
             # A row's first rounds; the others are those after it has ended.
             drafted, taken = verified.counted.transpose(1, 2, 0).tolist()
             output.verified_drafts = {
-                seq_id: [(count, tokens - 1) for count, tokens in zip(drafted[row], taken[row], strict=True) if tokens]
+                seq_id: [(n, tokens - 1) for n, tokens in zip(drafted[row], taken[row], strict=True) if n or tokens]
                 for row, seq_id in enumerate(batch.req_ids)
             }
         seconds = (verified.seconds + time.perf_counter() - start) / rounds

@@ -260,15 +260,16 @@ class Drafts:
                 continue
             if rounds:
                 verifications = rounds[seq.id]
-                self._num_verified_rows += len(verifications)
             else:
                 num_new = len(fwd_output.token_ids.get(seq.id, ()))
-                verifications = [(len(drafts or ()), num_new - 1)] if num_new else []
+                verifications = [(len(drafts or ()), num_new - 1)]
                 if (lookup := self._lookups.get(seq.id)) is not None:
                     lookup.note(len(seq.token_ids), len(drafts or ()), max(0, num_new - 1))
-            if not verifications:
-                without_token.append(seq)
             for num_drafts, num_accepted in verifications:
+                if num_accepted < 0:
+                    without_token.append(seq)
+                    continue
+                self._num_verified_rows += bool(rounds)
                 if num_drafts:
                     self.count(1 + num_accepted, num_drafts)
                     self._num_accepted += num_accepted

@@ -1,11 +1,14 @@
 """The committed head drafts for the demo model as it is served."""
 
+import shutil
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
@@ -19,6 +22,7 @@ from engine.sequence import Sequence
 from models.demo import CHECKPOINT_DIR, DRAFT_HEAD_DIR
 from models.ops.cpu.draft_chain import MOST_ROUNDS
 from models.ops.cpu.runtime import load_library
+from tests.parity.checkpoints import edit_json
 from tests.parity.test_model_drafters import Steps
 from tests.parity.test_worker_model_runner import runner_for
 from tests.sweeps import sweep
@@ -177,6 +181,45 @@ def test_several_rounds_of_a_step_generate_the_tokens_of_plain_steps(sampling: s
     assert found[0] == found[1]
     assert MOST_ROUNDS in steps.rounds
     assert steps.acceptance > 0.3
+
+
+@pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
+def test_drafts_that_leave_nan_in_a_later_round_fail_no_sequence(tmp_path: Path) -> None:
+    """Tokens that are drafted, but in no prompt or answer, have an embedding of NaN."""
+    target = shutil.copytree(CHECKPOINT_DIR, tmp_path / "target")
+    [file] = target.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    edit_json(target / "config.json", tie_word_embeddings=False)
+    save_file(tensors, file, {"format": "pt"})
+    fields: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 512, "num_kvcache_blocks": 512}
+    head = {"speculative_method": "eagle", "speculative_model": str(DRAFT_HEAD_DIR), "num_speculative_tokens": 4}
+    drafting = {"speculative_config": head}
+    params = (SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True, seed=1),)
+
+    def run(**more: Any) -> tuple[InRounds, list[list[int]]]:
+        steps = InRounds(runner_for(target, torch.bfloat16, **fields, **more))
+        return steps, steps.run(questions(params)[:8])
+
+    _, expected = run()
+    steps = InRounds(runner_for(target, torch.bfloat16, **fields, **drafting))
+    made: set[int] = set()
+    forward = steps.forward
+
+    def noted(batch: ScheduledBatch) -> ScheduledBatchOutput:
+        output = forward(batch)
+        made.update(token for drafts in (output.draft_token_ids or {}).values() for token in drafts)
+        return output
+
+    steps.forward = noted  # type: ignore[method-assign]
+    assert steps.run(questions(params)[:8]) == expected
+    made.difference_update(*expected, *(seq.prompt_token_ids for seq in questions(params)[:8]))
+    assert made
+    tensors["model.embed_tokens.weight"][list(made)] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    broken, found = run(**drafting)
+    assert found == expected
+    assert broken.scheduler.stats("decode", 0.0).preemptions > 0
 
 
 class InOneRound(InRounds):

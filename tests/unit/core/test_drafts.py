@@ -243,12 +243,38 @@ def test_the_drafts_of_all_rounds_of_a_step_are_counted() -> None:
         {0: (1, 2, 3, 9, 8), 1: (4,), 2: ()},
         draft_token_ids={0: [5], 1: [], 2: []},
         num_rounds=3,
-        verified_drafts={0: [(2, 1), (4, 2), (0, 0)], 1: [(0, 0)], 2: []},
+        verified_drafts={0: [(2, 1), (4, 2), (0, 0)], 1: [(0, 0)], 2: [(1, -1)]},
     )
     assert mine.take(seqs, output, {0: [1, 7], 2: [6]}) == [seqs[2]]
     assert (mine.num_verifications, mine.num_proposed, mine.num_accepted) == (2, 6, 3)
     assert mine.accepted_by_position[:2] == [2, 1]
     assert [seq.spec_token_ids for seq in seqs] == [[5], [], []]
+
+
+@pytest.mark.parametrize("stop", [None, 5])
+def test_a_row_whose_drafts_left_no_token_in_a_later_round_is_computed_again(stop: int | None) -> None:
+    """They may have left NaN in its blocks, which a step without drafts would read and report as an error."""
+    config = Config(
+        num_kvcache_blocks=16,
+        max_model_len=64,
+        max_num_seqs=4,
+        speculative_config=SpeculativeConfig(speculative_method="eagle", num_speculative_tokens=3),
+    )
+    mine = Scheduler(config, max_rounds=8)
+    stops = None if stop is None else [[stop]]
+    seq = Sequence([*CYCLE], 16, SamplingParams(max_tokens=40, stop_token_sequences=stops), id=0)
+    mine.add(seq)
+    mine.schedule()
+    mine.postprocess([seq], ScheduledBatchOutput({0: (1,)}, draft_token_ids={0: [2, 3]}))
+    mine.drafts._round_seconds = 1e-9
+    mine.schedule()
+    rounds = {0: [(2, 1), (3, -1)]}
+    mine.postprocess([seq], ScheduledBatchOutput({0: (2, 5)}, num_rounds=2, verified_drafts=rounds))
+    mine.check_integrity()
+    assert seq.completion_token_ids == [1, 2, 5]
+    assert (mine.total_draft_tokens, mine.total_accepted_tokens) == (2, 1)
+    assert list(mine.waiting) == ([seq] if stop is None else [])
+    assert seq.is_finished == (stop is not None)
 
 
 @pytest.mark.parametrize(
