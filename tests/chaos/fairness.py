@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from benchmarks.checkpoints import write
+from tests.chaos.faults import ChaosServer
 from tests.chaos.heavy_loads import LOADS, FairShare, prompt, sent_to
 from tests.chaos.test_fairness import SHAPE
 from tests.chaos.test_owners import HEAVY, VICTIM, Owners, attack
@@ -40,6 +41,7 @@ STREAMS, STREAM_SECONDS = 8, 3
 WARM_SECONDS = 2
 """Seconds between the start of a load and the first measurement."""
 THROUGHPUT_SECONDS, THROUGHPUT_ROUNDS = 6, 3
+_TOKENS = ("kaon_prompt_tokens_total", "kaon_generation_tokens_total")
 
 FIRST_MIXES: dict[str, tuple[str, ...]] = {
     "long prompts": ("long_prompts",),
@@ -175,26 +177,43 @@ async def measure_shares(owners: Owners, names: Sequence[str], requests: int) ->
 
 
 async def measure_throughput(owners: Owners, names: Sequence[str]) -> None:
-    """Compare the tokens of equal loads of ten keys, which share by turns, and of one key, in turns of both."""
-    print("| Load, no light key | tokens a second of ten keys | of one | ratio |\n| --- | ---: | ---: | ---: |")
+    """Compare equal loads of ten keys, which share by turns, and of one key, in turns of both.
+
+    Prints the tokens per second, and per second of the server's processor time, which other processes hardly change.
+    """
+    print(
+        "| Load, no light key | tokens a second of ten keys | of one | ratio | "
+        "tokens per processor second of ten keys | of one | ratio |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    )
     server = owners.server
     for name in names:
-        rates: dict[int, list[float]] = {1: [], len(HEAVY): []}
+        windows: dict[int, list[tuple[float, float]]] = {1: [], len(HEAVY): []}
         for round_ in range(2 * THROUGHPUT_ROUNDS):
             # As A B B A A B, so that a steady drift of the machine's speed favours neither.
             num_keys = len(HEAVY) if (round_ + 1) // 2 % 2 == 0 else 1
             keys = [owners.keys[HEAVY[each % num_keys]] for each in range(len(HEAVY))]
             with sent_to(server, MODEL, MIXES[name], keys):
                 await asyncio.sleep(WARM_SECONDS)
-                before, begin = server.metrics(), time.monotonic()
+                before, cpu_before, begin = server.metrics(), processor_seconds(server), time.monotonic()
                 await asyncio.sleep(THROUGHPUT_SECONDS)
-                after, seconds = server.metrics(), time.monotonic() - begin
-            counters = ("kaon_prompt_tokens_total", "kaon_generation_tokens_total")
-            rates[num_keys].append(sum(after[each] - before[each] for each in counters) / seconds)
+                after, cpu_after, end = server.metrics(), processor_seconds(server), time.monotonic()
+            tokens = sum(after[each] - before[each] for each in _TOKENS)
+            windows[num_keys].append((tokens / (end - begin), tokens / (cpu_after - cpu_before)))
             await asyncio.to_thread(server.until, lambda: server.metric("kaon_requests_live") == 0)
-        ten, one = (statistics.median(rates[each]) for each in (len(HEAVY), 1))
-        lists = ["; ".join(f"{rate:.0f}" for rate in rates[each]) for each in (len(HEAVY), 1)]
-        print(f"| {name} | {ten:.0f} ({lists[0]}) | {one:.0f} ({lists[1]}) | {ten / one:.3f} |", flush=True)
+        columns = [name]
+        for ten, one in zip(zip(*windows[len(HEAVY)], strict=True), zip(*windows[1], strict=True), strict=True):
+            columns += [
+                f"{statistics.median(each):.0f} ({'; '.join(f'{rate:.0f}' for rate in each)})" for each in (ten, one)
+            ]
+            columns.append(f"{statistics.median(ten) / statistics.median(one):.3f}")
+        print(f"| {' | '.join(columns)} |", flush=True)
+
+
+def processor_seconds(server: ChaosServer) -> float:
+    """Return the processor time that the server's API process and engine core have used."""
+    times = [process.cpu_times() for process in (server.process, *server.cores())]
+    return sum(each.user + each.system for each in times)
 
 
 def main() -> int:
