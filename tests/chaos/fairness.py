@@ -171,7 +171,8 @@ async def measure_shares(owners: Owners, names: Sequence[str], requests: int) ->
         f"\nFirst tokens of {requests} requests next to each of the first mixes, half as many next to the others, and "
         f"{len(light.alone)} alone.\n\n"
         "| What ten heavy keys send | light key's first token, median, p99, latest | p99 relative to alone (95 %) | "
-        "its tokens in those of a heavy key | its streams' fair shares |\n| --- | --- | ---: | ---: | ---: |"
+        "its tokens / those of a heavy key | its streams' tokens / their fair share |\n"
+        "| --- | --- | ---: | ---: | ---: |"
     )
     print(f"| nothing | {light.alone} ms | 1 | | |", *rows, sep="\n", flush=True)
 
