@@ -2,6 +2,7 @@
 experts.
 """
 
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -64,6 +65,8 @@ def _complete_dense(fields: Fields) -> Fields:
     return Fields({**fields.values, "intermediate_size": size}, fields.where)
 
 
+_ALWAYS_SILU = MappingProxyType({"hidden_act": "silu"})
+"""transformers' code does not read the field."""
 _DEFAULTS = {
     "max_position_embeddings": 128000,
     "num_attention_heads": 32,
@@ -80,6 +83,7 @@ def _facts(**fields: object) -> dict[str, object]:
 @architecture(
     "Lfm2ForCausalLM",
     ConfigFacts(
+        fixed=_ALWAYS_SILU,
         defaults=_facts(hidden_size=2560, intermediate_size=12288),
         complete=_complete_dense,
         layer_kinds=frozenset({"conv"}),
@@ -128,6 +132,7 @@ class Lfm2ForCausalLM(HybridForCausalLM):
 @architecture(
     "Lfm2MoeForCausalLM",
     ConfigFacts(
+        fixed=_ALWAYS_SILU,
         defaults=_facts(
             hidden_size=2048,
             intermediate_size=7168,
@@ -231,6 +236,7 @@ def _complete_lfm3(fields: Fields) -> Fields:
 @architecture(
     "Lfm3ForCausalLM",
     ConfigFacts(
+        fixed=_ALWAYS_SILU,
         defaults={
             **_DEFAULTS,
             "head_dim": 128,

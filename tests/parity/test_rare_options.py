@@ -74,6 +74,9 @@ _IGNORED: dict[str, dict[str, Any]] = {
     "GlmMoeDsaForCausalLM": {"rope_interleave": False, "indexer_rope_interleave": False},
     "Gemma4ForCausalLM": {"partial_rotary_factor": 0.5},
     "HYV3ForCausalLM": {"n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+    "Lfm2ForCausalLM": {"hidden_act": "relu"},
+    "Lfm2MoeForCausalLM": {"hidden_act": "relu"},
+    "Lfm3ForCausalLM": {"hidden_act": "relu"},
     "MiniMaxM2ForCausalLM": {"attention_bias": True},
     "Ministral3ForCausalLM, queries that grow early, window, tied": {
         "layer_types": ["full_attention", "sliding_attention"]
