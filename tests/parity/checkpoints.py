@@ -132,7 +132,8 @@ def _write(
 def edit_json(path: Path, **changes: Any) -> None:
     """Set fields of a JSON file; None removes one."""
     values = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+    removed = {name for name, value in changes.items() if value is None}
+    path.write_text(json.dumps({name: value for name, value in values.items() if name not in removed}))
 
 
 def _write_tokenizer(directory: Path, vocab_size: int) -> None:
