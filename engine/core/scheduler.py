@@ -479,7 +479,8 @@ class Scheduler:
             ]
         growths = [(rows.seqs[i], 1 + rows.seqs[i].num_drafts) for i in eventful]
         if lookahead and growths:
-            further = [(seq, count + min(lookahead, seq.num_useful_drafts)) for seq, count in growths]
+            # Drafts and lookahead together end at the last position that the sequence may have.
+            further = [(seq, min(count + lookahead, 1 + seq.num_useful_drafts)) for seq, count in growths]
             if self.block_manager.can_append_all(further, spare=len(rows.seqs)):
                 return further
         if self.mtp_k and growths and not self.block_manager.can_append_all(growths, spare=len(rows.seqs)):

@@ -421,6 +421,9 @@ class SchedulingMachine(RuleBasedStateMachine):
     @invariant()
     def is_whole(self) -> None:
         self.scheduler.check_integrity()
+        for seq in self.scheduler.running:
+            end = -(-max(seq.token_limit, seq.num_prompt_tokens) // self.block_size)
+            assert len(seq.block_table) <= end, "it has blocks for positions that it cannot reach"
 
     def teardown(self) -> None:
         for _ in range(2000):

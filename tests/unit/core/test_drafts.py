@@ -222,6 +222,41 @@ def test_drafts_neither_preempt_sequences_nor_delay_them() -> None:
     assert batch.scheduled_spec_decode_tokens == {}
 
 
+@pytest.mark.parametrize("num_rounds", [1, 8])
+@pytest.mark.parametrize("num_right", [0, 3, 7])
+@pytest.mark.parametrize("is_read_late", [False, True])
+@pytest.mark.parametrize("num_drafts", [2, 7])
+@pytest.mark.parametrize("limit", [64, 49])
+def test_drafts_and_rounds_get_no_blocks_beyond_the_end(
+    limit: int, num_drafts: int, is_read_late: bool, num_right: int, num_rounds: int
+) -> None:
+    """The runner's block tables are as wide as the longest sequence."""
+    speculative = SpeculativeConfig(speculative_method="eagle", num_speculative_tokens=num_drafts)
+    config = Config(num_kvcache_blocks=16, max_model_len=limit, max_num_seqs=4, speculative_config=speculative)
+    mine = Scheduler(config, max_rounds=num_rounds)
+    mine.drafts._round_seconds = 0.0
+    seq = Sequence([5] * 12, 16, SamplingParams(max_tokens=100, ignore_eos=True), id=0)
+    mine.add(seq)
+    unread: list[ScheduledBatch] = []
+    while not seq.is_finished:
+        scheduled = mine.schedule()
+        if scheduled is not None:
+            batch = scheduled[0]
+            for gained in batch.appended_blocks:
+                assert gained.start + len(gained.block_ids) <= -(-limit // 16)
+            on_device = is_read_late and not batch.total_seqs_num_prefill and any(batch.num_next_drafts)
+            mine.begin_step(batch, drafts_on_device=on_device)
+            unread.append(batch)
+        if scheduled is None or len(unread) > is_read_late:
+            batch = unread.pop(0)
+            verified = len(batch.scheduled_spec_decode_tokens.get(0, ()))
+            tokens = (5,) * (1 + min(verified, num_right))
+            made = {0: [5] * batch.num_next_drafts[0]} if batch.num_next_drafts else None
+            mine.read_step(ScheduledBatchOutput({0: tokens}, draft_token_ids=made))
+    assert (len(seq.token_ids), seq.leave_reason) == (limit, "max_tokens")
+    assert mine.total_draft_tokens
+
+
 def test_a_prompt_without_memory_costs_no_drafts() -> None:
     mine = scheduler(max_num_batched_tokens=64)
     seq = Sequence([*CYCLE], 16, SamplingParams(max_tokens=40), id=0)
