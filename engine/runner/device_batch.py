@@ -191,7 +191,11 @@ class DeviceBatch:
             metadata.states = base + valid
             if length > 1:
                 later = base[:, None] + (valid[:, None] + offsets) % target.states_per_slot
-                metadata.states_after = later.masked_fill(is_padding, NO_SLOT).flatten()
+                if graph_size:
+                    # Layers computed by torch write the state of a token without one into a padding row's, which only
+                    # graphs have. Elsewhere padding takes its row's next states, like drafts that will be rejected.
+                    later = later.masked_fill(is_padding, NO_SLOT)
+                metadata.states_after = later.flatten()
                 metadata.num_by_token = num_rows
         return DeviceInputs(ids.flatten(), positions.flatten(), last_tokens, sampled, metadata, graph_size, adapters)
 

@@ -160,6 +160,22 @@ def test_no_row_reads_what_the_step_before_it_left_where_it_has_no_draft(
     assert ahead.num_padded > 0
 
 
+def test_padding_of_a_row_with_fewer_drafts_changes_no_state_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without graphs no state belongs to padding rows; the last slot's states are those of a sequence."""
+    target, rows = CASES["MTP, recurrent states"](tmp_path).target, endless(2)
+    expected = answers(waiting(runner_for(target), rows))
+    loaded = load(target, Config(num_kvcache_blocks=NUM_BLOCKS, max_model_len=256, max_num_seqs=2))
+    case = Case(target, {"speculative_method": "draft", "speculative_model": "-"})
+    config = config_of(case).model_copy(update={"max_num_seqs": 2})
+    ahead = Noted(ModelRunner(dataclasses.replace(loaded, config=config, drafter=Knowing(rows)), NUM_BLOCKS))
+    limits = itertools.cycle([K, 1, 1, K, 0])
+    monkeypatch.setattr(DraftPlan, "limit", lambda *_: next(limits))
+    assert answers(ahead.run(endless(2))) == expected
+    assert ahead.num_padded > 3
+
+
 def test_blocks_of_rejected_drafts_may_exceed_what_a_later_step_with_fewer_drafts_reads(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
