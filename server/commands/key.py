@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
             elif options.command == "revoke":
                 file.revoke(options.name)
                 file.save(path)
-                sys.stdout.write(f"{options.name} is revoked; running servers refuse it within seconds\n")
+                _show(f"{options.name} is revoked; running servers refuse it within seconds\n")
             else:
                 _list(file)
     except OSError as error:
@@ -53,9 +53,26 @@ def _create(file: KeyFile, path: Path, options: argparse.Namespace) -> None:
     key = file.create(
         options.name, scopes=scopes, group=options.group, weight=options.weight, expires=options.expires, **quotas
     )
-    file.save(path)
-    sys.stderr.write(f"key {options.name} is in {path}; this is the only time that it is shown:\n")
-    sys.stdout.write(key + "\n")
+    # Shown first, so that the file has no key that nobody saw.
+    _show(key + "\n")
+    try:
+        file.save(path)
+    except OSError as error:
+        raise KeyCommandError(
+            f"{path} cannot be written: {error.strerror}; the key that was shown is not valid"
+        ) from error
+    sys.stderr.write(f"key {options.name} is in {path}; it is not shown again\n")
+
+
+def _show(text: str) -> None:
+    """Write to standard output, and make sure that it arrives. Raises `KeyCommandError`."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        # Otherwise the interpreter's last flush would fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise KeyCommandError(f"standard output cannot be written: {error.strerror}") from error
 
 
 def _list(file: KeyFile) -> None:
@@ -63,9 +80,8 @@ def _list(file: KeyFile) -> None:
     rows = [("NAME", "SCOPES", "GROUP", "WEIGHT", "REQUESTS/PROMPT/OUTPUT A MINUTE", "EXPIRES", "DIGEST")]
     rows += [_row(record, now) for record in file.keys]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        sys.stdout.write(line.rstrip() + "\n")
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    _show("".join(line.rstrip() + "\n" for line in lines))
 
 
 def _row(record: KeyRecord, now: datetime) -> tuple[str, str, str, str, str, str, str]:

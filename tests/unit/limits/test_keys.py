@@ -2,6 +2,7 @@
 file."""
 
 import asyncio
+import errno
 import hmac
 import json
 import os
@@ -244,6 +245,33 @@ def test_bad_usage_of_the_command_is_code_2(
     monkeypatch.delenv("KAON_API_KEY_FILE", raising=False)
     assert command(*arguments) == 2
     assert capsys.readouterr().err.startswith("kaon key: ")
+
+
+def test_a_key_that_could_not_be_shown_is_not_kept(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created(capsys, "alice", "--file", str(file))
+    before = file.read_bytes()
+    for arguments in (["create", "bob"], ["list"]):
+        with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", full)
+            assert command(*arguments, "--file", str(file)) == 1
+        assert capsys.readouterr().err == "kaon key: standard output cannot be written: No space left on device\n"
+    assert file.read_bytes() == before
+
+
+def test_a_key_that_was_shown_but_not_stored_is_said_to_be_invalid(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    assert command("create", "alice", "--file", str(file)) == 1
+    shown = capsys.readouterr()
+    assert shown.out.startswith("kaon-")
+    sentence = f"{file} cannot be written: No space left on device; the key that was shown is not valid"
+    assert shown.err == f"kaon key: {sentence}\n"
 
 
 def test_a_key_that_would_open_nothing_is_not_created(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
