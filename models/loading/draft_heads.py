@@ -211,7 +211,8 @@ def _token_map(path: Path, files: dict[str, Path], config: ModelConfig, size: in
             "needs; download the checkpoint again"
         )
     distances = read_tensor(files[name], name)
-    if distances.shape != (size,) or distances.is_floating_point():
+    are_integers = not (distances.is_floating_point() or distances.is_complex() or distances.dtype is torch.bool)
+    if distances.shape != (size,) or not are_integers:
         raise CheckpointError(
             f"{name} in {files[name]} is {distances.dtype} of shape {list(distances.shape)}; it must be integers of "
             f"shape [{size}], by draft_vocab_size"

@@ -297,6 +297,7 @@ def weights(**changes: torch.Tensor | None) -> Callable[[Case], None]:
         (3, weights(lm_head__weight=None), r"has no tensor lm_head\.weight, which draft_vocab_size 96 needs"),
         (3, weights(d2t=None), r"has no tensor d2t, which draft_vocab_size 96 of a vocabulary of 307"),
         (3, weights(d2t=torch.zeros(95, dtype=torch.int64)), r"d2t .* of shape \[95\]; it must be .* \[96\]"),
+        (3, weights(d2t=torch.zeros(96, dtype=torch.bool)), r"d2t .* is torch\.bool of .*; it must be integers of"),
         (3, weights(d2t=torch.full((96,), 300)), "outside the vocabulary of 307, or two to one"),
         (3, weights(d2t=-torch.arange(96)), "outside the vocabulary of 307, or two to one"),
         (3, weights(fc__weight=torch.zeros(64, 64)), r"fc\.weight .* has shape \[64, 64\], where the model needs"),
