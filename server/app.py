@@ -95,7 +95,7 @@ def create_app(
         lines,
         shared.jobs.batches,
         keys.holder,
-        lambda: models.max_request_bytes,
+        lambda: models.most_request_bytes,
     )
     error_answers.install(app)
     routers = [ENDPOINTS[name].router for name in ENDPOINTS]

@@ -406,6 +406,12 @@ class Frontend:
         return min(max(needed, _LEAST_BODY_LIMIT), _MOST_BODY_LIMIT)
 
     @property
+    def most_request_bytes(self) -> int:
+        """`max_request_bytes`; while the model is not loaded, the most that it may be once the model is."""
+        is_known = self.config.server_config.max_request_bytes is not None or self.max_model_len is not None
+        return self.max_request_bytes if is_known else _MOST_BODY_LIMIT
+
+    @property
     def max_model_len(self) -> int | None:
         """Longest prompt plus completion in tokens; None while the model loads."""
         return None if self._core.ready is None else self._core.ready.model.max_model_len

@@ -258,6 +258,11 @@ class Models:
         return max(frontend.max_request_bytes for frontend in self.all)
 
     @property
+    def most_request_bytes(self) -> int:
+        """Largest request body in bytes once all models are loaded: a batch may be read before its model is."""
+        return max(frontend.most_request_bytes for frontend in self.all)
+
+    @property
     def num_live(self) -> int:
         """Number of live sequences of all models."""
         return sum(frontend.hub.num_live for frontend in self.all)

@@ -157,7 +157,7 @@ async def reading(request: Request, model: type[Model], limits: ServerConfig) ->
     _check_media_type(request)
     _check_encoding(request.headers.get("content-encoding"))
     models = Models.of(request.app)
-    max_bytes = models.max_request_bytes
+    max_bytes = models.most_request_bytes
     body = await read_body(request, max_bytes)
 
     def parse() -> Model:

@@ -6,6 +6,7 @@ continues with the lines that have no answer.
 """
 
 import asyncio
+import errno
 import functools
 import itertools
 import logging
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 from starlette.types import ASGIApp, Message
@@ -41,7 +43,7 @@ MAX_LINES = 50_000
 MAX_LINE_BYTES = 33 * 2**20
 """Longest line in bytes where no server sets the largest body: the largest default, and the members around it."""
 
-_AROUND_BODY_BYTES = 2**16
+AROUND_BODY_BYTES = 2**16
 """Most bytes of a line around its body."""
 
 _MAX_ERRORS = 100
@@ -60,6 +62,7 @@ _FETCHED_LINES = 64
 _BUSY_SHARE = 8
 """With live requests, at most 1 / 8 of the allowed lines run at a time."""
 _RECHECK_SECONDS = 0.2
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _RETRY_SECONDS = (0.25, 8.0)
 """First and longest delay before a failed line or a failed write to disk is tried again."""
 _EXPIRY_SECONDS = 600.0
@@ -143,7 +146,7 @@ class BatchRunner:
         max_lines: int,
         files: FairPool,
         holder: Callable[[str], Owner | None] = Owner.of_key,
-        max_body_bytes: Callable[[], int] = lambda: MAX_LINE_BYTES - _AROUND_BODY_BYTES,
+        max_body_bytes: Callable[[], int] = lambda: MAX_LINE_BYTES - AROUND_BODY_BYTES,
     ) -> None:
         """`answer` is the application without authentication and access log.
 
@@ -160,6 +163,9 @@ class BatchRunner:
         self._max_body_bytes = max_body_bytes
         self._running: Counter[str] = Counter()
         """Number of running lines by party."""
+        self._unfinished = WeakValueDictionary[str, asyncio.Semaphore]()
+        """By party, the room for lines that run or will be tried again, of all of its batches. Otherwise a hundred
+        batches beyond a quota would try thousands of lines again every few seconds."""
         self._unwritten: Counter[str] = Counter()
         """Number of writes by batch that have failed and are tried again."""
         self._line_ended = asyncio.Event()
@@ -279,20 +285,22 @@ class BatchRunner:
         try:
             while True:
                 try:
-                    return await write()
+                    result = await write()
                 except (OSError, sqlite3.OperationalError) as error:
                     if not has_failed and not self._unwritten[id]:
                         _log.error("%s waits, because the store of batches cannot be written: %s", id, error)
                     self._unwritten[id] += not has_failed
                     has_failed = True
+                else:
+                    if has_failed and self._unwritten[id] == 1:
+                        _log.info("%s no longer waits for the store of batches", id)
+                    return result
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, _RETRY_SECONDS[1])
         finally:
             self._unwritten[id] -= has_failed
             if not self._unwritten[id]:
                 del self._unwritten[id]
-                if has_failed:
-                    _log.info("%s no longer waits for the store of batches", id)
 
     def _validate(self, batch: Batch) -> bool:
         """Read the lines of a new batch. Returns False if they are invalid, and the batch has failed."""
@@ -302,7 +310,7 @@ class BatchRunner:
         except FileNotFound as error:
             store.fail(id, [BatchError("file_not_found", str(error), param="input_file_id")])
             return False
-        max_bytes = self._max_body_bytes() + _AROUND_BODY_BYTES
+        max_bytes = self._max_body_bytes() + AROUND_BODY_BYTES
         lines, errors = read_lines(path, batch.object.endpoint, Pace().rest, max_bytes)
         if errors:
             store.fail(id, errors)
@@ -313,7 +321,7 @@ class BatchRunner:
     async def _run_lines(self, batch: Batch) -> None:
         """Compute every pending line."""
         number = -1
-        unfinished = asyncio.Semaphore(self._max_lines)
+        unfinished = self._unfinished.setdefault(batch.party, asyncio.Semaphore(self._max_lines))
         async with asyncio.TaskGroup() as running:
             while lines := await asyncio.to_thread(self.store.pending, batch.object.id, number, _FETCHED_LINES):
                 number = lines[-1].number
@@ -337,14 +345,18 @@ class BatchRunner:
                 num_running = self._running.total()
                 is_busy = self._num_live() > num_running
                 if num_running < max(1, self._max_lines // (_BUSY_SHARE if is_busy else 1)):
-                    break
+                    try:
+                        content = await asyncio.to_thread(self.store.content, batch, line)
+                        break
+                    except OSError as error:
+                        if error.errno not in _NO_DESCRIPTOR:
+                            raise
                 self._line_ended.clear()
                 try:
                     async with asyncio.timeout(_RECHECK_SECONDS):
                         await self._line_ended.wait()
                 except TimeoutError:
-                    continue  # Live requests may have ended.
-            content = await asyncio.to_thread(self.store.content, batch, line)
+                    continue  # Live requests may have ended, or files been closed.
             self._running[batch.party] += 1
             return content
 

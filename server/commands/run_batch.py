@@ -18,7 +18,7 @@ from engine.client.core_manager import CoreManager, EngineDeadError
 from engine.config.paths import why_unreadable
 from engine.config.settings import load_config
 from server.app import create_app
-from server.batches.runner import BatchRunner, read_lines
+from server.batches.runner import AROUND_BODY_BYTES, MAX_LINE_BYTES, BatchRunner, read_lines
 from server.batches.store import LineAt
 from server.errors import NotReady
 from server.limits.keys import ApiKeys
@@ -49,7 +49,9 @@ def run(arguments: Sequence[str]) -> int:
     try:
         config = load_config(flags)
         endpoint = _endpoint(Path(source))
-        lines, errors = read_lines(Path(source), endpoint)
+        most = config.server_config.max_request_bytes
+        max_bytes = MAX_LINE_BYTES if most is None else most + AROUND_BODY_BYTES
+        lines, errors = read_lines(Path(source), endpoint, max_bytes=max_bytes)
         done = _answered_ids(Path(target))
     except OSError as error:
         return _complain(error, source, target, 2)

@@ -1,7 +1,9 @@
 """How `BatchRunner` ends batches: the effect of cancellation, shutdown, failing routes and refusals on their lines."""
 
 import asyncio
+import errno
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -343,6 +345,38 @@ async def test_a_key_with_many_batches_leaves_lines_to_others(tmp_path: Path) ->
     assert len(order[: len(order) - order[::-1].index("you (batches)")]) <= 14  # Of 28, every second one.
     for batch in heavy:
         await until_ended(store, batch)
+    await runner.close()
+
+
+async def test_an_owners_batches_together_try_as_many_lines_again_as_one(tmp_path: Path) -> None:
+    """A hundred batches beyond a quota tried 3200 lines again every eight seconds."""
+    store, app = BatchStore(tmp_path, 10**6), App()
+    app.refused = set("abcdef")
+    batches, runner = [add(store, list("abc")), add(store, list("def"))], runner_of(store, app, max_lines=2)
+    for batch in batches:
+        runner.run(batch)
+    while sum(app.tried.values()) < 5:
+        await asyncio.sleep(0.005)
+    assert len(app.tried) == 2
+    app.refused.clear()
+    for batch in batches:
+        await until_ended(store, batch)
+    await runner.close()
+
+
+async def test_a_line_waits_for_a_descriptor_to_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, content, failures = BatchStore(tmp_path, 10**6), BatchStore.content, iter([errno.EMFILE, errno.ENFILE])
+
+    def scarce(store: BatchStore, batch: Batch, line: Line) -> bytes:
+        if number := next(failures, 0):
+            raise OSError(number, os.strerror(number))
+        return content(store, batch, line)
+
+    monkeypatch.setattr(BatchStore, "content", scarce)
+    batch, runner = add(store, list("ab")), runner_of(store, App())
+    runner.run(batch)
+    await until_ended(store, batch)
+    assert results(store, batch) == ("completed", ["a", "b"], [])
     await runner.close()
 
 

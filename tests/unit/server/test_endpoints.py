@@ -18,6 +18,7 @@ from server import request_builder
 from server.app import create_app
 from server.endpoints import ENDPOINTS, EndpointFamily, all_endpoints
 from server.errors import RequestTimeout
+from server.frontend import Frontend
 from server.limits.jobs import MANY_OBJECTS
 from server.limits.owners import Owner
 from server.models import Models
@@ -179,8 +180,13 @@ async def test_work_for_a_request_ends_with_its_timeout(
     assert rejected == [("timeout", 1)]
 
 
-async def test_a_body_over_what_a_full_context_needs_is_refused(http: httpx.AsyncClient) -> None:
-    refused = await http.post("/v1/echo", json={"text": "a" * 2**22})
+async def test_a_body_over_what_a_full_context_needs_is_refused(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"text": "a" * 2**22}
+    assert (await http.post("/v1/echo", json=body)).status_code == 200  # While the model's context is not known.
+    monkeypatch.setattr(Frontend, "max_model_len", 2048)
+    refused = await http.post("/v1/echo", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
     assert "at most 4194304 bytes" in refused.json()["error"]["message"]
 
