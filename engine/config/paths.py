@@ -29,10 +29,15 @@ def resolve_checkpoint(model: str | None, revision: str | None = None, *, settin
     """
     if model is None:
         return _checked(CHECKPOINT_DIR, "the embedded model's directory")
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return _checked(path, setting)
-    if path.exists():
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return _checked(path, setting)
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # `expanduser` raises `RuntimeError` for an unknown user.
+        reason = why_unreadable(error) if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"{setting} is {model}, which cannot be read: {reason}; check the path") from error
+    if exists:
         raise CheckpointError(f"{setting} is {model}, which is a file; give the directory that holds its config.json")
     if not _is_hub_id(model):
         raise CheckpointError(f"{setting} is {model}, but there is no such directory; check the path")
@@ -44,7 +49,7 @@ def check_directory(model: str | None) -> None:
 
     A start calls it first, since the core finds a wrong path only after it has loaded torch.
     """
-    if model is not None and (model.startswith(("/", "./", "../", "~")) or Path(model).exists()):
+    if model is not None and (model.startswith(("/", "./", "../", "~")) or os.path.exists(model)):
         resolve_checkpoint(model)
 
 

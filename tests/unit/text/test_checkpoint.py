@@ -56,7 +56,13 @@ def test_a_path_that_is_no_hub_id_never_reaches_the_hub(hub: dict[str, object], 
 
 @pytest.mark.parametrize(
     ("model", "said"),
-    [("/no/such/dir", "no such directory"), ("~/no/such/dir", "no such"), ("{empty}", "no config.json")],
+    [
+        ("/no/such/dir", "no such directory"),
+        ("~/no/such/dir", "no such"),
+        ("~nobody-of-this-name/dir", "cannot be read"),
+        ("/" + "n" * 300, "cannot be read"),
+        ("{empty}", "no config.json"),
+    ],
 )
 def test_a_wrong_path_is_found_before_the_start_and_a_hub_id_is_left_to_it(
     model: str, said: str, tmp_path: Path, hub: dict[str, object]
