@@ -617,6 +617,9 @@ class DraftPlan:
         prompts = self.costs.prompts(num_prompt_tokens, is_plain=False)
         if (num_tokens and not decodes) or prompts is None:
             return 0.0
+        if num_tokens:
+            next_drafts = batch.num_next_drafts[: batch.total_seqs_num_decode]
+            decodes += self.costs.beyond(num_tokens, sum(map(bool, next_drafts)), max(next_drafts, default=0))
         return decodes + prompts / num_rounds
 
     def plan(self, seqs: Rows[Sequence], room: int, num_steps: int = 1) -> None:
