@@ -34,7 +34,9 @@ class _Begun(Coroutine[Any, Any, None]):
         return self._awaited.pop() if self._awaited else self._coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        self._awaited.clear()
+        # A task cancels what it waits for, but before its first step it has not learned of `awaited`.
+        if self._awaited and (awaited := self._awaited.pop()) is not None:
+            awaited.cancel()
         return self._coroutine.throw(*error)
 
     def close(self) -> None:

@@ -543,8 +543,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.scope["state"]["serve"] = self._connection.serve
         self.scope["state"]["hold_answer"] = self._connection.hold_answer
         self.scope["state"]["party"] = self._connection.party if owner is None else owner.party
-        party = None if owner is None else owner.party
-        refused = self._connection.begin_request(is_uncounted=is_uncounted, party=party)
+        refused = self._connection.begin_request(is_uncounted=is_uncounted, party=self.scope["state"]["party"])
         if refused is not None:
             self._stop(refused)
         super().on_headers_complete()

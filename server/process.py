@@ -128,12 +128,14 @@ def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
 
 
 def prefer_event_loop() -> None:
-    """Let the calling thread have a core before others, unless the process was started with a niceness, or must not.
+    """Let the calling thread have a core before others, if the system permits it.
 
-    Threads and processes that it starts have the usual priority.
+    A niceness or scheduling policy that the operator has chosen stays. What the thread starts has the usual priority.
     """
     if sys.platform == "linux" and os.getpriority(os.PRIO_PROCESS, 0) == 0:
         with contextlib.suppress(OSError):
+            if os.sched_getscheduler(0) != os.SCHED_OTHER:
+                return
             os.sched_setscheduler(0, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, os.sched_param(0))
             os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
 

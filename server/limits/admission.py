@@ -490,9 +490,10 @@ class OpenFiles:
         free = self.most - self._accounts.total("open_files")
         if held >= free:
             self._accounts.tally(owner).refused += 1
+            remedy = "end one, or read and send them faster" if held else "try again later"
             raise Overloaded(
                 f"{held} uploads and downloads of this key or address are in progress, and {self.most} of all clients "
-                "may be at a time (ulimit -n); end one, or read and send them faster",
+                f"may be at a time (ulimit -n); {remedy}",
                 "requests",
                 _KEY_SECONDS,
             )

@@ -269,8 +269,8 @@ class Connection:
     def begin_request(self, *, is_uncounted: bool, party: str | None = None) -> TooManyConnections | None:
         """Note that the head of a request is complete. Returns the error if the request must be refused.
 
-        `is_uncounted`: whether it does not count as served, unless `serve` is called. `party` is that of its API key,
-        if it has an accepted one.
+        `is_uncounted`: whether it does not count as served, unless `serve` is called. `party` is that of its API key;
+        by default the address'.
         """
         if not self.is_open:
             return None

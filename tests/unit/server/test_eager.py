@@ -86,3 +86,18 @@ async def test_a_task_cancelled_before_its_first_step_leaves_no_coroutine_that_w
         await task
     del task
     assert ended == ["ended"]
+
+
+async def test_a_task_cancelled_before_its_first_step_cancels_what_the_coroutine_waits_for() -> None:
+    inner = asyncio.create_task(asyncio.Event().wait())
+
+    async def work() -> None:
+        await inner
+
+    task = begin_at_once(work())
+    assert task is not None
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.wait([inner], timeout=10)
+    assert inner.cancelled()
