@@ -91,7 +91,7 @@ _AT_A_TIME = threading.BoundedSemaphore(2)
 """At most two templates render at a time, so that other requests are not delayed."""
 
 _LEAST_SECONDS = 0.1
-"""Least time between the starts of two processes by one of two threads. A start stops the caller's process for
+"""Least time from the start of an abandoned process to its thread's next start. A start stops the caller's process for
 milliseconds, and clients that disconnect at once would otherwise cause hundreds per second."""
 
 
@@ -108,7 +108,7 @@ def render_untrusted(
     sentence.
 
     `watch` ends the process if the caller abandons it: at once, since no other request needs this process. The next
-    one starts as late as if it had rendered a short template.
+    one starts `_LEAST_SECONDS` after it at the earliest.
     """
     job = {
         "template": template,
