@@ -124,10 +124,12 @@ async def test_an_adapter_that_is_being_unloaded_counts_until_it_is(tmp_path: Pa
     unload = asyncio.create_task(adapters.unload("one"))
     await asyncio.sleep(0.01)
     core.opened.set()
-    third, fourth = await asyncio.gather(*loads, return_exceptions=True)
+    answers = await asyncio.gather(*loads, return_exceptions=True)
     await unload
-    assert third is None
-    assert isinstance(fourth, BadRequest)
+    # Either gets the lock first.
+    refused = ("three", "four")[answers[0] is None]
+    assert isinstance(answers[answers[0] is None], BadRequest)
+    assert None in answers
     assert (core.most, len(core.adapters)) == (3, 2)
-    await adapters.load("four", str(tmp_path / "a"), in_place=False)
-    assert adapters.names == ("team/two", "three", "four")
+    await adapters.load(refused, str(tmp_path / "a"), in_place=False)
+    assert set(adapters.names) == {"team/two", "three", "four"}
