@@ -1,19 +1,22 @@
 """The self-test cases of a loaded model: the forms in which its layers call the kernels.
 
-A pass of the model with suspended kernels records how its layers call attention. Every layer with a method
-`kernel_cases` gives its own cases, and every weight that stays quantized gives one. Equal cases are checked once.
+A pass of the model with suspended kernels records how its layers call attention; layers that launch kernels over a
+cache themselves are checked in the sizes of their caches. Every layer with a method `kernel_cases` gives its own
+cases, and every weight that stays quantized gives one. Equal cases are checked once.
 """
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import cast
 
 import torch
 from torch import nn
 
 from models.attention.observer import ObservingBackend
-from models.layers.base import CausalLM, DraftLM
+from models.layers.base import CausalLM, DraftLM, VectorCacheSpec
+from models.layers.block_sparse import BlockIndexer
+from models.layers.compressed import CompressedAttention, EntryCache, EntryIndexer, PoolIndexer
 from models.layers.moe import FusedMoE
 from models.layers.norm import RMSNorm
 from models.ops import triton
@@ -22,22 +25,35 @@ from models.ops.stored_weight import stored_of
 from models.ops.triton.cache_store import as_hardware_reads, vectors_as_hardware_reads
 from models.ops.triton.cases.attention import AttentionCase, head_rows
 from models.ops.triton.cases.gated_delta import DeltaCase
-from models.ops.triton.cases.latent_attention import IndexCase, LatentCase
+from models.ops.triton.cases.latent_attention import IndexCase, LatentCase, SelectionCase
 from models.ops.triton.cases.quantized_products import ProductCase
 from models.ops.triton.cases.state_space import Mamba2Case, ShortConvCase
 from models.ops.triton.cases.token_scans import DeltaRuleCase, SelectiveScanCase
+from models.ops.types import LayerCache, VectorCache
+
+_BLOCK_KEYS = 512
+"""Keys that a case of block selection scores, in several programs."""
 
 
 def cases_of_model(
-    model: CausalLM | DraftLM, observed: ObservingBackend, dtype: torch.dtype, max_tokens: int, *, query_len: int = 1
+    model: CausalLM | DraftLM,
+    observed: ObservingBackend,
+    caches: Mapping[str, LayerCache],
+    dtype: torch.dtype,
+    max_tokens: int,
+    *,
+    query_len: int = 1,
 ) -> dict[str, list[Case]]:
     """The cases by operator; those of kernels that compute addresses come first.
 
-    `observed`: a pass of the model with suspended kernels. `max_tokens`: the most of a step. `query_len`: tokens of a
-    decode that verifies drafts. Raises `ValueError` for an FP8 cache that kernels are to read on hardware without FP8.
+    `observed`: a pass of the model with suspended kernels. `caches`: by layer. `max_tokens`: the most of a step.
+    `query_len`: tokens of a decode that verifies drafts. Raises `ValueError` for an FP8 cache that kernels are to read
+    on hardware without FP8.
     """
     found: dict[str, dict[Hashable, Case]] = defaultdict(dict)
-    attention = _attention_cases(observed, dtype, query_len) if triton.takes("attention") else ()
+    attention: Iterable[Case] = ()
+    if triton.takes("attention"):
+        attention = (*_attention_cases(observed, dtype, query_len), *_selection_cases(model, caches, dtype))
     for case in (*attention, *_layer_cases(model, observed, dtype, max_tokens)):
         if isinstance(case, DeltaCase | Mamba2Case | ShortConvCase | DeltaRuleCase | SelectiveScanCase):
             case = dataclasses.replace(case, verifies_drafts=query_len > 1)
@@ -103,6 +119,36 @@ def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: 
     for q, keys, most in observed.indexed:
         vectors = keys.vectors
         yield IndexCase(q.shape[1], q.shape[2], most, dtype, vectors.dtype, vectors.shape[1])
+
+
+def _selection_cases(
+    model: CausalLM | DraftLM, caches: Mapping[str, LayerCache], dtype: torch.dtype
+) -> Iterator[Case]:
+    """Of layers that store vectors and score keys in decodes without the attention backend."""
+
+    def case(
+        spec: VectorCacheSpec, heads: int = 0, top_k: int = 0, kind: type[IndexCase] = SelectionCase
+    ) -> IndexCase:
+        cache = caches[spec.name]
+        assert isinstance(cache, VectorCache)
+        num_blocks, size, dim = cache.vectors.shape
+        assert num_blocks > 1, "the stride of a single block says nothing"
+        layers = cache.vectors.stride(0) // (size * dim)
+        return kind(heads, dim, top_k, dtype, cache.vectors.dtype, size, layers)
+
+    for module in cast(nn.Module, model).modules():
+        if isinstance(module, CompressedAttention):
+            yield case(module.cache_spec)
+        elif isinstance(module, BlockIndexer):
+            # Each head's queries are scored together with their negatives.
+            yield case(module.cache_spec, heads=2, top_k=_BLOCK_KEYS)
+        elif isinstance(module, PoolIndexer):
+            yield case(module.tokens_spec, kind=IndexCase)
+            yield case(module.entries_spec, module.num_heads, module.num_pools, IndexCase)
+        elif isinstance(module, EntryCache):
+            yield case(module.tokens_spec)
+            heads, top_k = (module.num_heads, module.top_k) if isinstance(module, EntryIndexer) else (0, 0)
+            yield case(module.entries_spec, heads, top_k)
 
 
 def _layer_cases(

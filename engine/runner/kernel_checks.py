@@ -168,7 +168,8 @@ def _cases_of(loaded: LoadedModel) -> dict[str, list[Case]]:
 
 
 def _ours_of(every: dict[str, list[Case]]) -> dict[str, list[Case]]:
-    return {operator: cases for operator, cases in every.items() if _are_ours(operator)}
+    found = {operator: [case for case in cases if _is_ours(case)] for operator, cases in every.items()}
+    return {operator: cases for operator, cases in found.items() if cases}
 
 
 def _every_case_of(loaded: LoadedModel) -> dict[str, list[Case]]:
@@ -182,7 +183,8 @@ def _every_case_of(loaded: LoadedModel) -> dict[str, list[Case]]:
     config, device, caches = loaded.config, loaded.device, loaded.layer_caches()
     is_compiled = loaded.compilation_level > 0
     block_size, have_states = config.kv_cache_block_size, caches.have_states
-    data = caches.allocate(1, 1)
+    # Two blocks, which are as far apart as those that serve.
+    data = caches.allocate(2, 1)
     observer, of_drafter = ObservingBackend(device), ObservingBackend(device)
     context, token = dummy_prompt(observer, 0, block_size, device, have_states=have_states)
     with (
@@ -200,19 +202,23 @@ def _every_case_of(loaded: LoadedModel) -> dict[str, list[Case]]:
             with forward_context(token.metadata, context, kv_cache_data=drafter_caches(data)):
                 drafter(token.input_ids, token.positions, drafter.combine(states))
     most, query_len = config.max_num_batched_tokens, 1 + config.num_drafts
-    found = cases_of_model(loaded.model, observer, loaded.dtype, most, query_len=query_len)
+    dtype = loaded.dtype
+    found = cases_of_model(loaded.model, observer, data, dtype, most, query_len=query_len)
     if loaded.drafter is not None:
         # A drafting pass has entries for a step's tokens and for the sampled tokens.
         most += config.max_num_seqs
-        found = merged_cases(found, cases_of_model(loaded.drafter, of_drafter, loaded.dtype, most))
+        of_drafts = cases_of_model(loaded.drafter, of_drafter, drafter_caches(data), dtype, most)
+        found = merged_cases(found, of_drafts)
     found["sampling"] = [SamplingCase(loaded.model_config.vocab_size)]
     by_torch = _FUSED if is_compiled else frozenset()
     return {operator: cases for operator, cases in found.items() if operator not in by_torch}
 
 
-def _are_ours(operator: str) -> bool:
-    """Whether Triton's kernels compute an operator, rather than a library with its own probe."""
-    return triton.takes(_name_of(operator)) and not (operator in _OF_AITER and aiter.takes(operator))
+def _is_ours(case: Case) -> bool:
+    """Whether Triton's kernels compute a case, rather than a library with its own probe."""
+    operator = case.operator
+    is_others = operator in _OF_AITER and case.is_in_aiter and aiter.takes(operator)
+    return triton.takes(_name_of(operator)) and not is_others
 
 
 def failure_of(cases: Iterable[Case], device: torch.device, operator: str) -> str | None:

@@ -67,7 +67,8 @@ class Problems:
         if not self._are_pools_large:
             return torch.empty(num_blocks, *shape, dtype=dtype, device=self.device).copy_(nan)
         block = math.prod(shape)
-        stride = (_FAR // (num_blocks - 1) // block + 1) * block
+        # An odd number of blocks apart, so that 16 divides the stride only if it divides a block's size.
+        stride = (_FAR // (num_blocks - 1) // block + 1 | 1) * block
         memory = torch.empty((num_blocks - 1) * stride + block, dtype=dtype, device=self.device)
         strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
         return memory.as_strided((num_blocks, *shape), (stride, *strides)).copy_(nan)
@@ -116,6 +117,8 @@ class Case(ABC):
     __slots__ = ()
     operator: ClassVar[str]
     """One of the operators of `kernel_backend`, or `latents` for latent attention."""
+    is_in_aiter: ClassVar[bool] = True
+    """Whether aiter computes this where it computes the operator."""
     has_pool: ClassVar[bool] = False
     """Whether kernels read or write a cache; the case is then compared with a small cache and with a large one."""
     gives_addresses: ClassVar[bool] = False

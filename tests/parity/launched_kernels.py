@@ -5,7 +5,7 @@ A process of its own, in which kernels are compiled and not interpreted, for an 
 on that GPU, with the types of its arguments, and converted to Triton's intermediate form, which finds errors that the
 interpreter allows: a variable that changes its type in a loop, or branches of two types. Nothing runs: the outputs of
 kernels are zeros. Prints the compiled kernels of the checkpoints at those paths, and after "unchecked:" each
-checkpoint's specialisations that the self-test of its own start did not compare.
+checkpoint's specialisations that the self-test of its own start did not compare, and kernels that it never launched.
 """
 
 import json
@@ -131,7 +131,9 @@ def main(*arguments: str) -> None:
         for path in paths:
             with started_anew() as checked:
                 launch_all(Path(path), getattr(torch, dtype), checked, is_pool_large=is_pool_large)
-            unchecked += (f"unchecked: {each} of {path}\n" for each in checked.unchecked)
+            for form, operator in checked.unchecked.items():
+                is_known = operator is not None
+                unchecked.append(f"unchecked: {form if is_known else f'{form.kernel}, by no check'} of {path}\n")
     sys.stdout.write("\n".join(sorted(set(front_end.made.values()))) + "\n")
     sys.stdout.writelines(unchecked)
 

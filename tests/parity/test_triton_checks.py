@@ -29,6 +29,7 @@ from models.ops.triton.cases import quantized_products as products
 from models.ops.triton.cases import small_cases
 from models.ops.triton.cases.elementwise import ActivationCase
 from models.ops.triton.cases.experts import SortCase
+from models.ops.triton.cases.latent_attention import IndexCase
 from models.ops.triton.cases.state_space import GatedNormCase, ShortConvCase
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 from tests.parity import quantized_checkpoints as q
@@ -37,7 +38,17 @@ from tests.parity.paged_model import PagedModel, prompt
 from tests.parity.test_quantization import FORMATS
 from tests.parity.test_worker_model_runner import runner_for, step_alone
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
-from tests.parity.variants import all_variants, deepseek, gemma3, gpt_oss, qwen3_next
+from tests.parity.variants import (
+    Variant,
+    all_variants,
+    block_sparse,
+    compressed,
+    deepseek,
+    gemma3,
+    glm5_next,
+    gpt_oss,
+    qwen3_next,
+)
 
 __all__ = ["triton_kernels"]
 
@@ -369,6 +380,36 @@ def test_what_aiter_computes_is_left_to_its_own_probe(tmp_path: Path, monkeypatc
     assert set(kernel_checks._cases_of(model)) == {"activation", "sampling"}
     latent = loaded(make_checkpoint(tmp_path / "latent", INDEXED.family, **INDEXED.overrides))
     assert "latents" in kernel_checks._cases_of(latent), "which aiter never has"
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize(
+    ("variant", "stored", "scored"),
+    [
+        (
+            compressed.VARIANTS[0],
+            # Keys; tokens' series and entries of four tokens, of 32, and of the indexer, over blocks of 16 tokens.
+            {(32, 16), (128, 16), (32, 4), (64, 16), (32, 1), (96, 16)},
+            {("attention", 16, 24, 4)},
+        ),
+        (block_sparse.VARIANTS[0], set(), {("attention", 2, 24, 16)}),
+        (glm5_next.VARIANTS[0], {(48, 16)}, {("latents", 16, 24, 4)}),
+    ],
+    ids=["compressed", "block_sparse", "pools"],
+)
+def test_selections_are_looked_at_in_the_sizes_of_their_caches(
+    variant: Variant,
+    stored: set[tuple[int, int]],
+    scored: set[tuple[str, int, int, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where aiter computes attention: these layers launch Triton's kernels."""
+    monkeypatch.setattr(aiter, "takes", lambda operator: operator == "attention")
+    found = kernel_checks._cases_of(loaded(make_checkpoint(tmp_path, variant.family, **variant.overrides)))
+    cases = [case for of in found.values() for case in of if isinstance(case, IndexCase)]
+    assert {(each.dim, each.block_size) for each in cases if not each.heads} == stored
+    assert {(each.operator, each.heads, each.dim, each.block_size) for each in cases if each.heads} == scored
 
 
 @pytest.mark.usefixtures("triton_backend")

@@ -56,8 +56,8 @@ class CheckedKernels:
     def __init__(self) -> None:
         self.checked: dict[Specialization, set[str]] = {}
         """By specialisation, the compile-time constants with which the self-test launched it."""
-        self.unchecked: dict[Specialization, str] = {}
-        """Launched and not compared, and the operator of each."""
+        self.unchecked: dict[Specialization, str | None] = {}
+        """Launched and not compared, and the operator of each; None for a kernel that no check launched."""
         self._operators: dict[str, str] = {}
         """By kernel, the operator whose check launched it last."""
         self._checking: str | None = None
@@ -106,11 +106,9 @@ class CheckedKernels:
             self._operators[kernel] = self._checking
         elif specialization not in self.checked and specialization not in self.unchecked:
             operator = self._operators.get(kernel)
-            if operator is None:
-                return
             # Refused once: where nothing else computes the operator, its steps go on.
             self.unchecked[specialization] = operator
-            if self._is_refusing:
+            if self._is_refusing and operator is not None:
                 raise UncheckedKernel(specialization, operator)
 
 

@@ -120,22 +120,27 @@ class IndexCase(Case):
     operator: ClassVar[str] = "latents"
     has_pool: ClassVar[bool] = True
     heads: int
+    """0 for a store alone."""
     dim: int
     top_k: int
     dtype: torch.dtype
     cache_dtype: torch.dtype
     block_size: int
+    layers: int = 2
+    """Layers of which a block has vectors: the kernels' form depends on whether 16 divides the distance of blocks."""
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`: keys as they are stored, and scores."""
-        lengths = [1, 19, self.top_k + 40]
-        pages = _Pages(problems, lengths, self.dim, self.block_size, self.cache_dtype)
+        lengths = [*_SHORT, self.top_k + 40]
+        pages = _Pages(problems, lengths, self.dim, self.block_size, self.cache_dtype, self.layers)
         vectors, scale = vectors_as_hardware_reads(pages.vectors, 1.0, problems.device)
         keys = problems.normal(len(pages.slots), self.dim, dtype=self.dtype)
         vector_store(keys, vectors, pages.slots, scale)
         of = f"an indexer of {self.heads} heads of {self.dim}"
         error = _stored(pages, vectors, keys.float(), keys.float().abs(), scale, self.dtype)
-        yield Finding(f"stored keys of {of}", error)
+        yield Finding(f"stored keys of {of}" if self.heads else f"stored vectors of {self.dim}", error)
+        if not self.heads:
+            return
         q = problems.normal(len(lengths), self.heads, self.dim, dtype=self.dtype)
         weights = problems.normal(len(lengths), self.heads)
         seen = pages.ints(lengths)
@@ -143,6 +148,14 @@ class IndexCase(Case):
         found = indexer_scores(q, weights, vectors, pages.tables, rows, seen, max(lengths))
         exact, terms = reference_indexer_scores(q, weights, vectors, pages.tables, rows, seen, max(lengths))
         yield Finding(f"scores of {of}", relative_error(found, exact, FLOAT32 * terms))
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionCase(IndexCase):
+    """The same kernels where layers launch them without the attention backend, and torch can compute them."""
+
+    operator: ClassVar[str] = "attention"
+    is_in_aiter: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +275,14 @@ class LatentCase(Case):
 class _Pages:
     """A layer's paged vectors; NaN everywhere else."""
 
-    def __init__(self, problems: Problems, lengths: list[int], dim: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, problems: Problems, lengths: list[int], dim: int, block_size: int, dtype: torch.dtype, layers: int = 2
+    ) -> None:
         self.lengths, self._device = lengths, problems.device
         rows = PagedRows(problems, lengths, block_size)
         self.tables, self.slots = rows.tables.to(problems.device), torch.cat(rows.slots).to(problems.device)
-        # Rows of another layer lie in between.
-        self.vectors = problems.pool(rows.num_blocks, 2, block_size, dim, dtype=dtype)[:, 1]
+        # Rows of other layers lie in between.
+        self.vectors = problems.pool(rows.num_blocks, layers, block_size, dim, dtype=dtype)[:, -1]
 
     def ints(self, values: Iterable[int]) -> torch.Tensor:
         """# [len(values)] int32"""
@@ -314,4 +329,6 @@ def small_cases(device: torch.device) -> dict[str, Case]:
         "latents in fp16, their cache in FP8": latents(fp16, fp8, is_interleaved=False),
         "indexer in bf16": IndexCase(4, 16, 32, bf16, bf16, 16),
         "indexer in FP8": IndexCase(3, 24, 32, bf16, fp8, 16),
+        "entries of four tokens": SelectionCase(4, 16, 32, bf16, bf16, 4),
+        "entries of as many tokens as a block has, stored alone": SelectionCase(0, 24, 0, bf16, bf16, 1, 1),
     }
