@@ -33,11 +33,11 @@ from engine.full_collections import FullCollections
 from server.access_log import HEADER, new_request_id
 from server.app import create_app
 from server.batches.runner import BatchRunner
-from server.eager import begin_at_once
 from server.endpoints import all_endpoints
 from server.errors import ApiError, BadRequest, as_raw_response
 from server.limits.acceptor import Acceptor
 from server.limits.connections import Connection, ConnectionLimits, Connections, num_free_descriptors
+from server.limits.eager import begin_at_once
 from server.limits.keys import ApiKeys
 from server.limits.owners import address_of
 from server.models import Models

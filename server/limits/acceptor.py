@@ -13,9 +13,9 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from server.eager import begin_at_once
 from server.errors import as_raw_response
 from server.limits.connections import Connection, Connections, TooManyConnections
+from server.limits.eager import begin_at_once
 
 _log = logging.getLogger(__name__)
 
