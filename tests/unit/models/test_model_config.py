@@ -333,7 +333,7 @@ def test_deepseek_v4_reads_rates_and_rotated_dimensions_under_each_name(
         ({**_V4, "compress_rates": 4}, "is 4; it must be a JSON object"),
         ({**_V4, "compress_rates": {"compressed_sparse_attention": 0}}, "is 0; it must be an integer from 1"),
         ({**_V4, "compress_rate_hca": 0}, "compress_rate_hca of"),
-        ({**_V4, "hidden_act": "mish"}, 'hidden_act of'),
+        ({**_V4, "hidden_act": "mish"}, "hidden_act of"),
         (
             {"architectures": ["MiMoV2FlashForCausalLM"], "rope_parameters": {"rope_theta": 1e4}},
             "it must be an object with a rope for each of full_attention, sliding_attention",
