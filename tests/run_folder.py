@@ -21,7 +21,7 @@ def run_folder() -> Path:
 def own_folder(prefix: str) -> Path:
     """Make a temporary folder, which this process removes when it exits.
 
-    The process holds a lock on it for as long as it lives. A folder with this prefix that nobody has locked is that of
+    The process holds a lock on it for as long as it lives. A folder with this prefix that is not locked is that of
     a process that was killed, and is removed here.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):

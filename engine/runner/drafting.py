@@ -254,7 +254,7 @@ class ModelDrafter:
         verifying = VerifyingRows(
             slots=slots,
             positions=batch.carried_positions(slots, np.array(rows.firsts)),
-            counts=[count - 1 for count in rows.counts],
+            num_drafts=[count - 1 for count in rows.counts],
             drafts=rows.drafts,
             wanted=rows.wanted,
             num_blocks=batch.num_blocks(slots),

@@ -53,7 +53,7 @@ def _create(file: KeyFile, path: Path, options: argparse.Namespace) -> None:
     key = file.create(
         options.name, scopes=scopes, group=options.group, weight=options.weight, expires=options.expires, **quotas
     )
-    # Shown first, so that the file has no key that nobody saw.
+    # Shown first, so that the file has no key that was not seen.
     _show(key + "\n")
     try:
         file.save(path)

@@ -72,7 +72,7 @@ class VerifyingRows(NamedTuple):
     """Slots of the rows' sequences, which are rows of the block tables too."""
     positions: _Ints
     """Position of each row's last known token."""
-    counts: list[int]
+    num_drafts: list[int]
     """Number of drafts that each row verifies."""
     drafts: list[int]
     """These drafts of all rows, in order. # [any]"""
@@ -413,7 +413,7 @@ class _RoundMemory:
     def begin(self, rows: VerifyingRows, limits: list[int] | None) -> None:
         """Prepare the first round. `limits`: None if there is only one."""
         num_rows = len(rows.slots)
-        self.positions[:num_rows], self.counts[:num_rows] = rows.positions, rows.counts
+        self.positions[:num_rows], self.counts[:num_rows] = rows.positions, rows.num_drafts
         self.drafts[: len(rows.drafts)] = rows.drafts
         self.row_of[:num_rows] = self._first_rows[:num_rows]
         self.limits[:num_rows] = 0 if limits is None else limits
