@@ -70,7 +70,6 @@ def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
         return _run_node(_without_keys(config), manager)
     name_process("kaon-api")
     sys.setswitchinterval(_SWITCH_SECONDS)
-    prefer_event_loop()
     _raise_open_files_limit()
     _set_up_logging(config.server_config)
     for gap in gaps():
@@ -111,6 +110,7 @@ def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
         announce = functools.partial(
             _announce, url=url, started=started, is_open=tls is None and not keys, manager=manager
         )
+        prefer_event_loop()
         ended = serve(config, cores, models, listener, announce, keys, tls, manager, signals, tracing, read_config)
         if ended is None:
             return 0

@@ -104,6 +104,7 @@ def test_the_server_says_why_it_failed_and_nothing_where_it_was_asked_to_end(
 
     monkeypatch.setattr(server.process, "CoreManager", Core)
     monkeypatch.setattr(server.process, "name_process", lambda name: None)
+    monkeypatch.setattr(server.process, "prefer_event_loop", lambda: None)  # It would last for all later tests.
     monkeypatch.setattr(server.process, "_set_up_logging", lambda config: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(server.http, "serve", serve)
