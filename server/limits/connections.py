@@ -670,8 +670,8 @@ class Connections:
         return False
 
     def note_closed(self, reason: str) -> None:
-        """Count a connection, or a request of one, that was refused or closed."""
-        self._num_closed += 1
+        """Count a connection, or a request of one, that was refused or closed. The log omits clients that left."""
+        self._num_closed += reason != "gone"
         self._metrics.connection_closed(reason)
 
     # -- for `Connection` ---------------------------------------------------------------------------------------

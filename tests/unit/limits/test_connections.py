@@ -681,7 +681,7 @@ def test_a_half_closed_client_is_asked_ever_less_often_whether_it_reads(edge: Ed
     assert not peer.is_aborted
 
 
-def test_one_that_resets_the_connection_has_gone(edge: Edge) -> None:
+def test_one_that_resets_the_connection_has_gone(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
     peer = edge.connect()
     peer.request()
     peer.on_ask = lambda: setattr(peer, "tcp_state", 7)
@@ -691,6 +691,8 @@ def test_one_that_resets_the_connection_has_gone(edge: Edge) -> None:
     edge.wait(0.5)
     assert peer.is_aborted
     assert edge.closed("gone") == 1
+    edge.table.sweep()
+    assert not caplog.records  # A client may leave.
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
