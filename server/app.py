@@ -19,6 +19,8 @@ from server.access_log import ANTHROPIC_HEADER, AccessLog
 from server.access_log import HEADER as REQUEST_ID_HEADER
 from server.batches.runner import BatchRunner, open_store
 from server.endpoints import ENDPOINTS, all_endpoints
+from server.limits.admission import KeyShares, OpenFiles
+from server.limits.connections import ConnectionLimits, Connections, num_free_descriptors
 from server.limits.keys import ApiKeys
 from server.limits.pages import PageGuard
 from server.limits.quotas import RATE_LIMIT_HEADERS
@@ -71,9 +73,12 @@ def create_app(
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
+    limits = ConnectionLimits.of(settings, num_free_descriptors(), models.max_request_bytes)
+    connections = Connections(limits, shared.accounts, shared.metrics)
     app = _Application(
         settings,
         keys,
+        connections,
         tracing,
         title="Kaon",
         version=shared.version,
@@ -85,6 +90,8 @@ def create_app(
         redoc_url=None,
     )
     app.state.models = models
+    app.state.connections = connections
+    app.state.open_files = OpenFiles(limits.files, shared.accounts)
     app.state.description = openapi.Description(app.openapi, settings.root_path)
     app.state.responses = service
     lines = settings.batch_concurrency or min(32, max(1, config.max_num_seqs // 2))
@@ -108,8 +115,16 @@ def create_app(
 class _Application(FastAPI):
     """FastAPI with our middleware outside of its error handler, so that error answers pass the middleware too."""
 
-    def __init__(self, settings: ServerConfig, keys: ApiKeys, tracing: Tracing | None, **keywords: Any) -> None:
+    def __init__(
+        self,
+        settings: ServerConfig,
+        keys: ApiKeys,
+        connections: Connections,
+        tracing: Tracing | None,
+        **keywords: Any,
+    ) -> None:
         super().__init__(**keywords)
+        self._connections = connections
         self._tracing = tracing
         self._settings = settings
         self._keys = keys
@@ -131,7 +146,8 @@ class _Application(FastAPI):
         app: ASGIApp = super().build_middleware_stack()
         scopes = {endpoint.path: endpoint.scope for endpoint in all_endpoints()}
         pages = PageGuard(settings)
-        app = OwnerMiddleware(app, self._keys, settings.keyless_paths, scopes, shared.quotas, shared.key_shares, pages)
+        shares = KeyShares(self._connections.limits.serving, shared.accounts, self._connections.note_closed)
+        app = OwnerMiddleware(app, self._keys, settings.keyless_paths, scopes, shared.quotas, shares, pages)
         if settings.allowed_origins:
             app = CORSMiddleware(
                 app,

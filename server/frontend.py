@@ -31,7 +31,7 @@ from models.errors import CheckpointError
 from server.adapters import Adapters, allowed_directory
 from server.errors import BadRequest, ModelNotFound, NotReady, PathNotAllowed, ShuttingDown, WrongTask
 from server.limits.accounts import Accounts
-from server.limits.admission import Admission, KeyShares, OpenFiles
+from server.limits.admission import Admission
 from server.limits.jobs import NUM_GRAMMAR_CHECKS, Jobs
 from server.limits.owners import Owner
 from server.limits.quotas import QuotaMeter
@@ -93,8 +93,6 @@ class Shared:
         self.accounts = Accounts()
         self.metrics.show_owners(self.accounts.by_label)
         self.quotas = QuotaMeter(self.accounts)
-        self.key_shares = KeyShares(self.accounts, self.metrics)
-        self.open_files = OpenFiles(self.accounts)
         self.jobs = Jobs(self.accounts)
         self.reloader = Reloader(config, read_config, models)
         """Applies changed settings to the running server."""

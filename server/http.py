@@ -36,7 +36,7 @@ from server.batches.runner import BatchRunner
 from server.endpoints import all_endpoints
 from server.errors import ApiError, BadRequest, as_raw_response
 from server.limits.acceptor import Acceptor
-from server.limits.connections import Connection, ConnectionLimits, Connections, num_free_descriptors
+from server.limits.connections import Connection, Connections
 from server.limits.eager import begin_at_once
 from server.limits.keys import ApiKeys
 from server.limits.owners import address_of
@@ -696,7 +696,8 @@ def serve(
     # The front end ends streams with an event that gives the reason; sse-starlette would cancel them.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     settings = uvicorn_settings(app, config.server_config)
-    _Server(settings, served, app.state.batches, listener, keys, tls, manager, signals).run()
+    state = app.state
+    _Server(settings, served, state.batches, state.connections, listener, keys, tls, manager, signals).run()
     return served.why_ended
 
 
@@ -727,6 +728,7 @@ class _Server(uvicorn.Server):
         settings: uvicorn.Config,
         models: Models,
         batches: BatchRunner,
+        connections: Connections,
         listener: socket.socket,
         keys: ApiKeys,
         tls: Tls | None,
@@ -739,6 +741,7 @@ class _Server(uvicorn.Server):
         self._signals = signals
         self._models = models
         self._batches = batches
+        self._connections = connections
         self._listener = listener
         self._tls = tls
         self._acceptor: Acceptor | None = None
@@ -756,13 +759,9 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        config, shared = self._models.config.server_config, self._models.shared
-        limits = ConnectionLimits.of(config, num_free_descriptors(), self._models.max_request_bytes)
-        connections = Connections(limits, shared.accounts, shared.metrics)
-        shared.key_shares.share(connections)
-        shared.open_files.most = limits.files
+        root_path = self._models.config.server_config.root_path
         reserved = [each for each in all_endpoints() if each.is_probe or each.scope in ("admin", "metrics")]
-        probes = {f"{prefix}{each.path}".encode() for each in reserved for prefix in ("", config.root_path)}
+        probes = {f"{prefix}{each.path}".encode() for each in reserved for prefix in ("", root_path)}
 
         def new_protocol(connection: Connection) -> HttpProtocol:
             return HttpProtocol(
@@ -779,7 +778,7 @@ class _Server(uvicorn.Server):
         turns = RequestTurns()
         tls = self._tls
         context = None if tls is None else lambda: tls.context
-        self._acceptor = Acceptor(self._listener, connections, new_protocol, context)
+        self._acceptor = Acceptor(self._listener, self._connections, new_protocol, context)
 
     async def on_tick(self, counter: int) -> bool:
         self._manager.beat()

@@ -20,7 +20,6 @@ from engine.messages import ModelInfo
 from engine.text.io_processor import InvalidRequest
 from server.errors import ApiError, NotReady, Overloaded, RequestTimeout, ShuttingDown
 from server.limits.accounts import Accounts, Tally, has_room
-from server.limits.connections import Connections
 from server.limits.jobs import TooManyJobs
 from server.limits.owners import Owner
 from server.limits.quotas import QuotaExceeded, QuotaMeter
@@ -58,7 +57,8 @@ _LAST_PARTS = 8
 """1 / 8 of the served connections are reserved for keys that hold none."""
 
 _KEY_SECONDS = 1.0
-"""Time after which a client of a key that holds too many connections should retry."""
+"""Retry time of an owner that has its most requests, connections or open files: how long it needs those is not
+known."""
 
 
 class QueueForecast:
@@ -193,10 +193,6 @@ class _RetryReservations:
 
     def _restart_counts(self, now: float) -> None:
         self._since, self._num_due, self._num_returned = now, 0, 0
-
-
-_KEY_SECONDS = 1.0
-"""Retry time of a key that has its most requests running: how long those run is not known."""
 
 
 class Limits(NamedTuple):
@@ -437,16 +433,11 @@ class KeyShares:
     connections stay free.
     """
 
-    def __init__(self, accounts: Accounts, metrics: Metrics) -> None:
-        self.most = math.inf
-        """Most connections that may be served at a time."""
+    def __init__(self, most: int, accounts: Accounts, note_refused: Callable[[str], object]) -> None:
+        """`most` connections may be served at a time. `note_refused` is called with `key` for each refused request."""
+        self._most = most
         self._accounts = accounts
-        self._note_refused: Callable[[str], object] = metrics.connection_closed
-
-    def share(self, connections: Connections) -> None:
-        """Share those that `connections` serves, whose log counts refused requests too."""
-        self.most = connections.limits.serving
-        self._note_refused = connections.note_closed
+        self._note_refused = note_refused
 
     def begin(self, owner: Owner, *, is_bounded: bool = True) -> None:
         """Count a request of the owner's key until `end`.
@@ -454,13 +445,13 @@ class KeyShares:
         Raises `Overloaded` if the key holds too many already, unless the request is not to be bounded.
         """
         held = self._accounts.used(owner.party, "served_requests")
-        free = self.most - self._accounts.total("served_requests")
-        reserved = max(self.most // _LAST_PARTS, 1)
+        free = self._most - self._accounts.total("served_requests")
+        reserved = max(self._most // _LAST_PARTS, 1)
         if is_bounded and held >= _SHARE_OF_FREE * (free - reserved) and (held or free <= 0):
             self._note_refused("key")
             self._accounts.tally(owner).refused += 1
             raise Overloaded(
-                f"{held} requests of this key are served, and {self.most} of all clients may be at a time "
+                f"{held} requests of this key are served, and {self._most} of all clients may be at a time "
                 f"(max_connections), of which {max(free, 0)} are kept free for other keys",
                 "requests",
                 _KEY_SECONDS,
@@ -479,21 +470,22 @@ class OpenFiles:
     up all, so that no further connection could be accepted. An owner may hold as many files as are free at the time.
     """
 
-    def __init__(self, accounts: Accounts) -> None:
-        self.most = math.inf
+    def __init__(self, most: int, accounts: Accounts) -> None:
+        """`most` files may be open at a time."""
+        self._most = most
         self._accounts = accounts
 
     @contextmanager
     def hold(self, owner: Owner) -> Iterator[None]:
         """Count one file of the owner's within the context. Raises `Overloaded` if the owner holds too many."""
         held = self._accounts.used(owner.party, "open_files")
-        free = self.most - self._accounts.total("open_files")
+        free = self._most - self._accounts.total("open_files")
         if held >= free:
             self._accounts.tally(owner).refused += 1
             remedy = "end one, or read and send them faster" if held else "try again later"
             raise Overloaded(
-                f"{held} uploads and downloads of this key or address are in progress, and {self.most} of all clients "
-                f"may be at a time (ulimit -n); {remedy}",
+                f"{held} uploads and downloads of this key or address are in progress, and {self._most} of all "
+                f"clients may be at a time (ulimit -n); {remedy}",
                 "requests",
                 _KEY_SECONDS,
             )

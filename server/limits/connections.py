@@ -37,8 +37,9 @@ _log = logging.getLogger(__name__)
 
 Phase = Literal["head", "body", "answer", "idle", "rest"]
 
-_ENGINE_DESCRIPTORS = 24
-"""File descriptors reserved for the engine's supervisor, the checkers of grammars and templates, and the metrics."""
+_RESERVED_DESCRIPTORS = 34
+"""File descriptors reserved for the event loop, the engine's supervisor, the checkers of grammars and templates, and
+the metrics."""
 
 _FILE_PARTS, _LEAST_FILES = 8, 2
 """1 / 8 of the other file descriptors, but at least 2, are reserved for the files of uploads and downloads."""
@@ -133,7 +134,7 @@ class ConnectionLimits(NamedTuple):
     @classmethod
     def of(cls, config: ServerConfig, num_free: int, max_request_bytes: int) -> Self:
         """Compute the limits of `config`, for a process that may open `num_free` more files."""
-        available = num_free - _ENGINE_DESCRIPTORS
+        available = num_free - _RESERVED_DESCRIPTORS
         files = max(available // _FILE_PARTS, _LEAST_FILES)
         available -= files
         connections = config.max_connections or max(min(available, _MOST_CONNECTIONS), _LEAST_CONNECTIONS)

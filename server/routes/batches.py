@@ -3,7 +3,6 @@
 import functools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request, Response
@@ -64,7 +63,7 @@ async def upload_file(http: Request) -> Response:
     if declared.isdecimal() and int(declared) > limit + 2**16:
         raise _too_large(limit)
     owner = owner_of(http.scope)
-    with open_files(http).hold(owner), runner.store.upload(owner.key or "") as reserve:
+    with _hold_file(http), runner.store.upload(owner.key or "") as reserve:
         return as_json(await _upload(http, runner, limit, owner.key or "", reserve))
 
 
@@ -191,19 +190,13 @@ async def retrieve_file(http: Request, file_id: str) -> Response:
 @endpoints.get("/v1/files/{file_id}/content", "application/octet-stream")
 async def file_content(http: Request, file_id: str) -> Response:
     """Return the content of a file."""
-    owner = owner_of(http.scope)
-    path = await in_store(http, runner_of(http).store.path, file_id, owner.key or "")
-    return _Content(path, open_files(http).hold(owner))
+    path = await in_store(http, runner_of(http).store.path, file_id, owner_of(http.scope).key or "")
+    return FileAnswer(http, _Content(path, media_type="application/octet-stream"))
 
 
 class _Content(FileResponse):
     """The content of a file, or a range of it. A bad range is answered with an error object; the framework's response
     answers it in plain text."""
-
-    def __init__(self, path: Path, holding: AbstractContextManager[None]) -> None:
-        """The answer is sent within the context `holding`."""
-        super().__init__(path, media_type="application/octet-stream")
-        self._holding = holding
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_unless_refused(message: Message) -> None:
@@ -216,8 +209,7 @@ class _Content(FileResponse):
                 )
             await send(message)
 
-        with self._holding:
-            await super().__call__(scope, receive, send_unless_refused)
+        await super().__call__(scope, receive, send_unless_refused)
 
 
 @endpoints.delete("/v1/files/{file_id}", DeletedFile)
@@ -296,9 +288,23 @@ async def in_store(
     return await calls.run(owner_of(http.scope), functools.partial(work, *arguments, **keywords), stays=True)
 
 
-def open_files(http: Request) -> OpenFiles:
-    """Return the bound of the files that uploads and downloads hold open."""
-    return Models.of(http.app).shared.open_files
+class FileAnswer(Response):
+    """Sends another response, which reads a file, while the file counts as one of the owner's open files."""
+
+    def __init__(self, http: Request, response: Response) -> None:
+        super().__init__()
+        self._response = response
+        self._holding = _hold_file(http)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._holding:
+            await self._response(scope, receive, send)
+
+
+def _hold_file(http: Request) -> AbstractContextManager[None]:
+    """Return a context within which the owner holds one more file open. It raises `Overloaded`."""
+    files: OpenFiles = http.app.state.open_files
+    return files.hold(owner_of(http.scope))
 
 
 def _limit_of(http: Request, page: tuple[int, int]) -> int:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from server.batches.store import Batch, BatchKind, BatchNotFound, BatchStore, FileNotFound, Page, disk_errors
 from server.endpoints import ENDPOINTS, EndpointFamily, query_integer, query_parameter
@@ -18,7 +17,7 @@ from server.errors import AnthropicError, BadRequest
 from server.frontend import owner_of
 from server.models import Models
 from server.request_builder import reading
-from server.routes.batches import in_store, open_files, runner_of
+from server.routes.batches import FileAnswer, in_store, runner_of
 from server.schemas.batches import (
     BATCH_ENDED,
     DAY,
@@ -125,8 +124,7 @@ async def delete_message_batch(http: Request, batch_id: str) -> Response:
 @endpoints.get("/v1/messages/batches/{batch_id}/results", "application/x-jsonl")
 async def message_batch_results(http: Request, batch_id: str) -> Response:
     """Return the results of an ended batch, one per line."""
-    store, holder = runner_of(http).store, owner_of(http.scope)
-    owner = holder.key or ""
+    store, owner = runner_of(http).store, owner_of(http.scope).key or ""
 
     def outputs() -> list[Path]:
         batch = _stored(store, batch_id, owner)
@@ -134,20 +132,8 @@ async def message_batch_results(http: Request, batch_id: str) -> Response:
             raise BadRequest(f"{batch_id} has not ended; its results can be read when it has")
         return [store.path(id, owner) for id in (batch.output_file_id, batch.error_file_id) if id is not None]
 
-    return _Results(await in_store(http, outputs), open_files(http).hold(holder))
-
-
-class _Results(StreamingResponse):
-    """The results in the output files of a batch."""
-
-    def __init__(self, outputs: list[Path], holding: AbstractContextManager[None]) -> None:
-        """The answer is sent within the context `holding`."""
-        super().__init__(_results(outputs), media_type="application/x-jsonl")
-        self._holding = holding
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._holding:
-            await super().__call__(scope, receive, send)
+    results = _results(await in_store(http, outputs))
+    return FileAnswer(http, StreamingResponse(results, media_type="application/x-jsonl"))
 
 
 def _results(outputs: list[Path]) -> Iterator[bytes]:

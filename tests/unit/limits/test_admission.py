@@ -340,8 +340,7 @@ def test_what_is_queued_is_in_the_accounts_and_leaves_them() -> None:
 
 def test_an_owner_holds_at_most_as_many_files_as_are_free() -> None:
     accounts = Accounts()
-    files = OpenFiles(accounts)
-    files.most = 8
+    files = OpenFiles(8, accounts)
     heavy, light = Owner("heavy"), Owner("light")
     with ExitStack() as held:
         for _ in range(4):

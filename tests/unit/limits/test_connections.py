@@ -390,8 +390,7 @@ def takes(shares: KeyShares, owner: Owner) -> bool:
 
 
 def test_next_to_a_key_that_takes_all_it_can_others_get_connections() -> None:
-    shares = KeyShares(Accounts(), Metrics("test"))
-    shares.most = 48
+    shares = KeyShares(48, Accounts(), Metrics("test").connection_closed)
     heavy = Owner.of_key("heavy")
     held = sum(takes(shares, heavy) for _ in range(48))
     assert held == 28
@@ -417,8 +416,7 @@ def test_requests_beyond_a_keys_share_are_in_the_log_like_connections_that_are_r
 ) -> None:
     metrics, now = Metrics("test"), [100.0]
     connections = Connections(ConnectionLimits(connections=8, per_address=8), Accounts(), metrics, lambda: now[0])
-    shares = KeyShares(Accounts(), metrics)
-    shares.share(connections)
+    shares = KeyShares(connections.limits.serving, Accounts(), connections.note_closed)
     heavy = Owner.of_key("heavy")
     assert sum(takes(shares, heavy) for _ in range(8)) < 6
     connections.sweep()
@@ -429,8 +427,7 @@ def test_requests_beyond_a_keys_share_are_in_the_log_like_connections_that_are_r
 @pytest.mark.parametrize("most", [16, 48, 5000])
 def test_keys_that_take_all_they_can_hold_equal_parts_and_leave_some(most: int) -> None:
     accounts = Accounts()
-    shares = KeyShares(accounts, Metrics("test"))
-    shares.most = most
+    shares = KeyShares(most, accounts, Metrics("test").connection_closed)
     heavy = [Owner.of_key(str(number)) for number in range(10)]
     for _ in range(most):
         for owner in heavy:
@@ -701,12 +698,12 @@ def test_one_that_resets_the_connection_has_gone(edge: Edge, caplog: pytest.LogC
 @pytest.mark.parametrize(
     ("settings", "num_free", "connections", "per_address", "serving", "files"),
     [
-        ({}, 40, 14, 7, 11, 2),
+        ({}, 50, 14, 7, 11, 2),
         ({}, 10, 4, 2, 3, 2),
-        ({}, 1024, 875, 437, 811, 125),
-        ({}, 65536, 8192, 4096, 8128, 8189),
-        ({"max_connections": 100}, 65536, 100, 50, 75, 8189),
-        ({"max_connections": 100, "max_connections_per_address": 9}, 65536, 100, 9, 75, 8189),
+        ({}, 1024, 867, 433, 803, 123),
+        ({}, 65536, 8192, 4096, 8128, 8187),
+        ({"max_connections": 100}, 65536, 100, 50, 75, 8187),
+        ({"max_connections": 100, "max_connections_per_address": 9}, 65536, 100, 9, 75, 8187),
     ],
 )
 def test_limits_follow_from_the_settings_and_from_the_descriptors(
@@ -719,7 +716,7 @@ def test_limits_follow_from_the_settings_and_from_the_descriptors(
 
 def test_a_limit_beyond_the_descriptors_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     ConnectionLimits.of(ServerConfig(max_connections=100), 74, 2**20)
-    assert "100 connections may be open, but the limit of open files leaves 44; raise it (ulimit -n)" in caplog.text
+    assert "100 connections may be open, but the limit of open files leaves 35; raise it (ulimit -n)" in caplog.text
 
 
 @pytest.mark.parametrize("network", ["10.0.0.1/8", "proxy.example", "10.0.0.0/33"])

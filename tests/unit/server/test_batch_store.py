@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from fastapi import Request
-from fastapi.responses import StreamingResponse
+from starlette.types import Message
 
 from engine.config.server import ServerConfig
 from server.batches.runner import MAX_LINES, Pace, open_store, read_lines
@@ -295,9 +295,7 @@ def ended_messages(store: BatchStore) -> str:
 
 def serve_messages(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the routes of message batches use `store`, and threads of their own."""
-    accounts = Accounts()
-    jobs, files = Jobs(accounts), OpenFiles(accounts)
-    shared = SimpleNamespace(jobs=jobs, open_files=files)
+    shared = SimpleNamespace(jobs=Jobs(Accounts()))
     monkeypatch.setattr("server.routes.batches.Models.of", lambda app: SimpleNamespace(shared=shared))
     monkeypatch.setattr(message_batches, "runner_of", lambda http: SimpleNamespace(store=store))
 
@@ -314,10 +312,18 @@ async def test_the_event_loop_never_waits_for_the_store(tmp_path: Path, monkeypa
         return query(*arguments)
 
     monkeypatch.setattr(store, "_query", queried)
-    http = Request({"type": "http", "app": None, "state": {"owner": Owner("me", key="me")}})
+    app = SimpleNamespace(state=SimpleNamespace(open_files=OpenFiles(1, Accounts())))
+    asgi = {"spec_version": "2.4"}
+    http = Request({"type": "http", "asgi": asgi, "app": app, "state": {"owner": Owner("me", key="me")}})
     results = await message_batches.message_batch_results(http, id)
-    assert isinstance(results, StreamingResponse)
-    assert len([line async for line in results.body_iterator]) == 3
+    body = b""
+
+    async def send(message: Message) -> None:
+        nonlocal body
+        body += message.get("body", b"")
+
+    await results(http.scope, http.receive, send)
+    assert len(body.splitlines()) == 3
     assert len(in_loop) == 2
     assert not any(in_loop)
 

@@ -223,8 +223,7 @@ async def test_admin_calls_leave_a_line_each_with_who_what_and_outcome(
 
 @pytest.mark.parametrize(("keys", "statuses"), [(["sk-one"], {200}), (["sk-one", "sk-two"], {200, 429})])
 async def test_a_key_leaves_served_connections_only_to_other_keys(keys: list[str], statuses: set[int]) -> None:
-    shares = KeyShares(Accounts(), Metrics("test"))
-    shares.most = 8
+    shares = KeyShares(8, Accounts(), Metrics("test").connection_closed)
     all_begun = asyncio.Event()
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
