@@ -7,6 +7,7 @@ compaction, `CompactionOutput` replaces `ResponseOutput`.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TypeAlias, cast
 
 import msgspec
@@ -57,10 +58,66 @@ from server.streaming.sse import Renderer, encode
 SealText: TypeAlias = Callable[[Kind, str], str]
 """Encrypts a text for the owner of a request."""
 
-_encode_into = msgspec.json.Encoder().encode_into
-
 _FAILURES: dict[str | None, str] = {each: each for each in ("rate_limit_exceeded", "context_length_exceeded")}
 """Error codes that failed responses use unchanged."""
+
+
+_BLOCK_BYTES = 2**16
+"""Least bytes of log probabilities that are joined once they have been encoded."""
+
+_APART = b"\0"
+"""Stands for a `LogprobList` in encoded JSON, which otherwise has no zero bytes."""
+
+
+class LogprobList:
+    """The JSON of a growing list of log probabilities, in blocks.
+
+    Five of the last events have the whole list, and so has each response to a client that polls: encoding it each time
+    took the event loop a tenth of a second. The blocks are encoded once, and copied only as a part of what is sent.
+    """
+
+    __slots__ = ("_blocks", "_num_joined", "_recent_bytes")
+
+    def __init__(self) -> None:
+        self._blocks: list[bytes] = []
+        """JSON of the entries, without brackets. A thread may append while the event loop reads, so each change is
+        one operation on the list."""
+        self._num_joined = 0
+        self._recent_bytes = 0
+
+    def append(self, entries: bytes) -> None:
+        """Append the entries of a list, as JSON."""
+        self._blocks.append(entries[1:-1])
+        self._recent_bytes += len(entries)
+        if self._recent_bytes >= _BLOCK_BYTES:
+            self._blocks[self._num_joined :] = [b",".join(self._blocks[self._num_joined :])]
+            self._num_joined += 1
+            self._recent_bytes = 0
+
+    def parts(self) -> list[bytes]:
+        """Return the JSON of the list, in parts."""
+        parts = [b"["]
+        for block in list(self._blocks):
+            parts += (block, b",")
+        return [*parts[:-1], b"]"] if len(parts) > 1 else [b"[]"]
+
+
+def encode_in_parts(value: object) -> list[bytes]:
+    """Encode `value` as JSON in parts, without copies of its `LogprobList`s.
+
+    Joining the parts releases the interpreter's lock if they are large, unlike copies by the encoder.
+    """
+    lists: list[LogprobList] = []
+
+    def mark(found: object) -> msgspec.Raw:
+        assert isinstance(found, LogprobList)
+        lists.append(found)
+        return msgspec.Raw(_APART)
+
+    parts = msgspec.json.encode(value, enc_hook=mark).split(_APART)
+    if not lists:
+        return parts
+    return [*chain.from_iterable((part, *found.parts()) for part, found in zip(parts, lists, strict=False)), parts[-1]]
 
 
 class EventWriter:
@@ -71,16 +128,14 @@ class EventWriter:
 
     def write(self, kind: str, fields: Mapping[str, object]) -> bytes:
         """Encode one event with `fields`."""
-        return bytes(self.write_large(kind, fields))
+        return b"".join(self.write_in_parts(kind, fields))
 
-    def write_large(self, kind: str, fields: Mapping[str, object]) -> bytearray:
-        """As `write`, without a copy: with log probabilities an event has megabytes, and copies take milliseconds."""
-        event = bytearray(self.prepare(kind))
-        comma = len(event) - 1
-        _encode_into(fields, event, comma)
-        event[comma] = ord(",")  # It was replaced by the object's brace.
-        event[-1:] = self._end()
-        return event
+    def write_in_parts(self, kind: str, fields: Mapping[str, object]) -> list[bytes]:
+        """As `write`, in parts: with log probabilities an event has megabytes."""
+        parts = encode_in_parts(fields)
+        parts[0] = self.prepare(kind) + parts[0][1:]
+        parts[-1] = parts[-1][:-1] + self._end()
+        return parts
 
     @staticmethod
     def prepare(kind: str) -> bytes:
@@ -147,14 +202,11 @@ class OpenItem:
     def closing(self, status: ItemStatus) -> tuple[OutputItem, bytes]:
         """Return the complete item and its last events."""
         item = self.whole(status)
-        events = [self._writer.write_large(self.done_event, {**self._position, **self.done_fields()})]
+        write = self._writer.write_in_parts
+        events = write(self.done_event, {**self._position, **self.done_fields()})
         if self.has_content:
-            events.append(
-                self._writer.write_large("response.content_part.done", {**self._position, "part": self.part()})
-            )
-        events.append(
-            self._writer.write_large("response.output_item.done", {"output_index": self.index, "item": item})
-        )
+            events += write("response.content_part.done", {**self._position, "part": self.part()})
+        events += write("response.output_item.done", {"output_index": self.index, "item": item})
         return item, b"".join(events)
 
     @property
@@ -171,19 +223,14 @@ class OpenMessage(OpenItem):
 
     def __init__(self, writer: EventWriter, index: int) -> None:
         super().__init__(writer, index, new_id("msg"))
-        self._logprobs: list[bytes] = []
-        """Log probabilities as JSON, without the brackets of their lists: five of the last events contain all of them,
-        and encoding them for each took the event loop a tenth of a second."""
-        self._joined: msgspec.Raw | None = None
-        """The list of all of them; None after more came."""
+        self._logprobs = LogprobList()
 
     def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         self._texts.append(text)
         if not logprobs:
             return self._writer.finish(b'%b%b,"logprobs":[]' % (self._delta, encode(text)))
         encoded = encode(logprobs)
-        self._logprobs.append(encoded[1:-1])
-        self._joined = None
+        self._logprobs.append(encoded)
         return self._writer.finish(b'%b%b,"logprobs":%b' % (self._delta, encode(text), encoded))
 
     def so_far(self, status: ItemStatus) -> OutputItem:
@@ -191,17 +238,10 @@ class OpenMessage(OpenItem):
         return MessageItem(id=self.id, role="assistant", content=content, status=status)
 
     def part(self) -> OutputText:
-        return OutputText(self._text, (), cast("tuple[TokenLogprob, ...]", self._all_logprobs()))
+        return OutputText(self._text, (), cast("tuple[TokenLogprob, ...]", self._logprobs))
 
     def done_fields(self) -> dict[str, object]:
-        return {"text": self._text, "logprobs": self._all_logprobs()}
-
-    def _all_logprobs(self) -> msgspec.Raw:
-        if self._joined is None:
-            joined = b",".join(self._logprobs)
-            self._logprobs = [joined] if joined else []
-            self._joined = msgspec.Raw(b"[%b]" % joined)
-        return self._joined
+        return {"text": self._text, "logprobs": self._logprobs}
 
 
 class OpenReasoning(OpenItem):
@@ -342,11 +382,13 @@ class ResponseOutput:
             events = self._take(parts)
         if self._open is None and not self._closed:
             events += self._begin(OpenMessage(self._writer, 0))
-        return events + self._close(status)
+        return b"".join((events, self._close(status)))
 
     def items(self, status: ItemStatus = "in_progress") -> list[OutputItem]:
-        """Return the items so far. `status` is the status of the open item."""
-        return self._closed if self._open is None else [*self._closed, self._open.so_far(status)]
+        """Return the items so far, with `LogprobList`s. `status` is the status of the open item, which a thread may be
+        closing meanwhile."""
+        open, closed = self._open, list(self._closed)
+        return closed if open is None or open.index < len(closed) else [*closed, open.so_far(status)]
 
     def _take(self, parts: Sequence[Part]) -> bytes:
         return b"".join([self._event(part) for part in parts])
@@ -374,7 +416,7 @@ class ResponseOutput:
         if isinstance(self._open, OpenMessage):
             return self._open.add(text, logprobs)
         message = OpenMessage(self._writer, self._next_index)
-        return self._begin(message) + message.add(text, logprobs)
+        return b"".join((self._begin(message), message.add(text, logprobs)))
 
     @property
     def _next_index(self) -> int:
@@ -383,7 +425,7 @@ class ResponseOutput:
     def _begin(self, item: OpenItem) -> bytes:
         closing = self._close("completed")
         self._open = item
-        return closing + item.opening()
+        return b"".join((closing, item.opening()))
 
     def _close(self, status: ItemStatus) -> bytes:
         if self._open is None:
@@ -489,10 +531,9 @@ class ResponsesRenderer(Renderer):
     def status(self) -> ResponseStatus:
         return self._response.status
 
-    def snapshot(self) -> bytes:
-        """Return the response so far as JSON."""
-        self._response.output = self._output.items()
-        return msgspec.json.encode(self._response)
+    def snapshot(self) -> list[bytes]:
+        """Return the response so far as JSON, in parts."""
+        return encode_in_parts(msgspec.structs.replace(self._response, output=self._output.items()))
 
     def opening(self) -> bytes:
         self._is_begun = True
@@ -505,10 +546,10 @@ class ResponsesRenderer(Renderer):
             self._response.status = "in_progress"
             begun = self._event("response.in_progress")
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else ()
-        events = self._push(delta.steps, logprobs)
+        events = [begun, self._push(delta.steps, logprobs)]
         if delta.finished:
-            events += self._finish(delta.finish_reason)
-        return begun + events
+            events.append(self._finish(delta.finish_reason))
+        return b"".join(events)
 
     def closing(self, usage: Usage) -> bytes:
         self._complete(usage)
@@ -532,7 +573,7 @@ class ResponsesRenderer(Renderer):
         self._push(state.steps, logprobs)
         self._finish(state.finish_reason)
         self._complete(usage)
-        return self._response
+        return self._joined()
 
     def _push(self, steps: Iterable[tuple[str, int]], logprobs: Sequence[TokenLogprob]) -> bytes:
         """Return the events for steps, each a text and its number of tokens."""
@@ -566,13 +607,30 @@ class ResponsesRenderer(Renderer):
     def _end(self, status: ResponseStatus) -> None:
         self._response.status = status
         self._response.output = self._output.items("incomplete")
-        self._on_end(self._response)
+        self._on_end(self._joined())
+
+    def _joined(self) -> ResponseObject:
+        """Return the response with the JSON of its log probabilities in place of `LogprobList`s."""
+        output = [_joined(item) for item in self._response.output]
+        return msgspec.structs.replace(self._response, output=output)
 
     def _event(self, kind: str) -> bytes:
         return self._writer.write(kind, {"response": self._response})
 
     def _logprobs(self, positions: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
         return chat_logprobs(self._tokenizer, positions, as_ids=self._tokens_as_ids).content
+
+
+def _joined(item: OutputItem) -> OutputItem:
+    if not isinstance(item, MessageItem):
+        return item
+    content = tuple(
+        msgspec.structs.replace(part, logprobs=msgspec.Raw(b"".join(part.logprobs.parts())))
+        if isinstance(part, OutputText) and isinstance(part.logprobs, LogprobList)
+        else part
+        for part in item.content
+    )
+    return msgspec.structs.replace(item, content=content)
 
 
 class CompactionRenderer(Renderer):

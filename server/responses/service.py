@@ -1,6 +1,7 @@
 """`ResponsesService`: stores responses, and runs background responses. `server.app` creates it."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -55,13 +56,26 @@ class ResponsesService:
         service: Self = app.state.responses
         return service
 
-    def keep(self, response: ResponseObject, owner: Owner, turn: Turn) -> None:
-        """Store an ended response, the answer to `turn`. For a background response, update its entry in the store."""
-        body = msgspec.json.encode(response)
-        turn = turn.answered(response.output)
+    def keeper(self, owner: Owner, turn: Turn) -> Callable[[ResponseObject], None]:
+        """Return a function that stores an ended response, the answer to `turn`, and that any thread may call: answers
+        with many log probabilities are rendered in one. The store changes in the running event loop."""
+        loop, thread = asyncio.get_running_loop(), threading.get_ident()
+
+        def keep(response: ResponseObject) -> None:
+            body, answered = msgspec.json.encode(response), turn.answered(response.output)
+            if threading.get_ident() == thread:
+                self._keep(response, owner, answered, body)
+            else:
+                # The loop calls this before it continues with what the thread returns.
+                loop.call_soon_threadsafe(self._keep, response, owner, answered, body)
+
+        return keep
+
+    def _keep(self, response: ResponseObject, owner: Owner, turn: Turn, body: bytes) -> None:
+        """Store an ended response. For a background response, update its entry in the store."""
         run = self._runs.get(response.id)
         if run is None:
-            self.store.put(StoredResponse(response.id, owner, turn, lambda: body, size=len(body)))
+            self.store.put(StoredResponse(response.id, owner, turn, lambda: (body,), size=len(body)))
         else:
             # The last event, which is added later, contains the response again.
             logged = 0 if run.stored.events is None else run.stored.events.num_bytes + len(body)

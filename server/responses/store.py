@@ -207,7 +207,7 @@ class StoredResponse:
         id: str,
         owner: Owner,
         turn: Turn,
-        body: Callable[[], bytes],
+        body: Callable[[], Sequence[bytes]],
         *,
         events: EventLog | None = None,
         is_background: bool = False,
@@ -218,7 +218,7 @@ class StoredResponse:
         self.owner = owner
         self.turn = turn
         self.body = body
-        """The response as JSON."""
+        """Returns the response as JSON, in parts."""
         self.events = events
         """Events of a background response that was created with `stream`, else None."""
         self.is_background = is_background
@@ -327,7 +327,7 @@ class ResponseStore:
         if stored.running:
             stored.running = False
             self._accounts.change(stored.owner.party, "background_responses", -1)
-        stored.body = lambda: body
+        stored.body = lambda: (body,)
         if self._responses.get(stored.id) is not stored:
             return
         self._add_reference(turn, stored.owner)

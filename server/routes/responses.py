@@ -72,7 +72,7 @@ async def create_response(http: Request) -> Response:
         renderer, generation = answer.renderer, answer.generation
         service.start(renderer, generation.events(renderer), generation.end, owner, answer.turn, log)
         if log is None:
-            return json_response(renderer.snapshot())
+            return json_response(*renderer.snapshot())
         return EventStream(service.follow(log, 0, owner))
     except ApiError as error:
         if request is None or not request.stream or not _is_read_as_event(http, error):
@@ -124,11 +124,7 @@ async def _prepare_answer(
     """Prepare the chat, the sequence and the renderer. Raises `BadRequest`, `NotReady` and `Overloaded`."""
     frontend.admission.precheck(owner, 1)
     turn, tools, chat = await _prepare(request, frontend, service, owner)
-
-    def keep(response: ResponseObject) -> None:
-        if request.store:
-            service.keep(response, owner, turn)
-
+    keep = service.keeper(owner, turn) if request.store else _drop
     sequences = chat_sequences(request, chat, frontend, owner, arrival_time)
     params, tokenizer = chat.prompt.params, frontend.loaded.processor.tokenizer
     seal = frontend.seal.sealer(owner.key)
@@ -136,6 +132,10 @@ async def _prepare_answer(
     renderer = ResponsesRenderer(request, params, tokenizer, frontend.fingerprint, parser, tools, seal, keep)
     generation = Generation(frontend.hub, frontend.config, sequences, 1, owner=owner, timeout=request.timeout)
     return _Answer(turn, renderer, generation)
+
+
+def _drop(response: ResponseObject) -> None:
+    pass
 
 
 @endpoints.post(
@@ -186,7 +186,7 @@ async def retrieve_response(http: Request, response_id: str) -> Response:
     if not _boolean(http, "stream"):
         if start:
             raise BadRequest("starting_after is set; it needs stream to be true", param="starting_after")
-        return json_response(stored.body())
+        return json_response(*stored.body())
     if stored.events is None:
         raise BadRequest(
             f"stream is true, but response {response_id[:80]!r} has no events to stream; only those of background "
@@ -213,7 +213,7 @@ async def cancel_response(http: Request, response_id: str) -> Response:
             f"response {response_id[:80]!r} was not created with background true; only one that was can be cancelled"
         )
     ResponsesService.of(http.app).cancel(stored)
-    return json_response(stored.body())
+    return json_response(*stored.body())
 
 
 @endpoints.get("/v1/responses/{response_id}/input_items", ItemList, parameters=_LIST_PARAMETERS)

@@ -200,7 +200,9 @@ class Generation:
                     if num_repeated > _MAX_REPEATED_LOGPROBS:
                         raise _many_logprobs("stream", _MAX_REPEATED_LOGPROBS)
                 if self._may_be_large:
-                    events = await self._render(partial(_chunks, renderer, deltas), deltas.values())
+                    # The events that end a choice repeat its log probabilities.
+                    num_again = num_repeated if any(delta.finished for delta in deltas.values()) else 0
+                    events = await self._render(partial(_chunks, renderer, deltas), deltas.values(), num_again)
                 else:
                     events = _chunks(renderer, deltas)
                 for delta in deltas.values():
@@ -226,10 +228,11 @@ class Generation:
             self.end()
 
     async def _render(
-        self, work: Callable[[], Rendered], rendered: Collection[RequestState | RequestDelta]
+        self, work: Callable[[], Rendered], rendered: Collection[RequestState | RequestDelta], num_again: int = 0
     ) -> Rendered:
-        """Run `work`, which renders these states or deltas; in the thread for large answers if it takes long."""
-        count = sum(
+        """Run `work`, which renders these states or deltas, and `num_again` earlier log probabilities; in the thread
+        for large answers if it takes long."""
+        count = num_again + sum(
             num_logprobs(each.logprobs) + self._prompt_copies * num_logprobs(each.prompt_logprobs) for each in rendered
         )
         if count > _MANY_LOGPROBS or len(self._states) > MANY_SEQUENCES:

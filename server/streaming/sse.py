@@ -7,7 +7,7 @@ and each chunk is joined from these bytes and its text.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -142,7 +142,7 @@ class _Pings:
     async def send_event(self, event: bytes) -> None:
         """Send a large event without pings between its pieces."""
         self._is_within_event = True
-        await _send_in_pieces(event, self._scope, self._send)
+        await _send_in_pieces((event,), self._scope, self._send)
         self._is_within_event = False
 
     def __exit__(self, *_: object) -> None:
@@ -162,20 +162,28 @@ class _Pings:
             sending.close()
 
 
-def json_response(body: bytes) -> Response:
-    """Return a response 200 with JSON text as the body, sent in pieces if it is large."""
-    return (_LargeResponse if len(body) > PIECE_BYTES else Response)(body, media_type="application/json")
+def json_response(*parts: bytes) -> Response:
+    """Return a response 200 with JSON text as the body, the sum of `parts`, sent in pieces if it is large."""
+    if sum(map(len, parts)) > PIECE_BYTES:
+        return _LargeResponse(parts)
+    return Response(b"".join(parts), media_type="application/json")
 
 
 class _LargeResponse(Response):
+    media_type = "application/json"
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        super().__init__(headers={"content-length": str(sum(map(len, parts)))})
+        self._parts = parts
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send_in_pieces(bytes(self.body), scope, send)
+        await _send_in_pieces(self._parts, scope, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_in_pieces(content: bytes, scope: Scope, send: Send) -> None:
-    """Send a part of a body. Other clients are served between its pieces.
+async def _send_in_pieces(parts: Sequence[bytes], scope: Scope, send: Send) -> None:
+    """Send a part of a body, the sum of `parts`. Other clients are served between its pieces.
 
     The connection is notified of the bytes, all of which stay in memory until the last is sent: where much is held for
     clients that hardly read, some must end.
@@ -183,14 +191,28 @@ async def _send_in_pieces(content: bytes, scope: Scope, send: Send) -> None:
     state = scope.get("state", {})
     hold: Callable[[int, str], object] = state.get("hold_answer", _hold_nothing)
     party = state["owner"].party if "owner" in state else ""
-    hold(len(content), party)
+    hold(sum(map(len, parts)), party)
     try:
-        for start in range(0, len(content), PIECE_BYTES):
-            piece = content[start : start + PIECE_BYTES]
+        for piece in _pieces(parts):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             await asyncio.sleep(0)
     finally:
         hold(0, party)
+
+
+def _pieces(parts: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield the sum of `parts` in pieces of at most `PIECE_BYTES`."""
+    waiting: list[bytes] = []
+    num_bytes = 0
+    for part in parts:
+        for start in range(0, len(part), PIECE_BYTES):
+            piece = part[start : start + PIECE_BYTES]
+            if num_bytes + len(piece) > PIECE_BYTES:
+                yield b"".join(waiting)
+                waiting, num_bytes = [], 0
+            waiting.append(piece)
+            num_bytes += len(piece)
+    yield b"".join(waiting)
 
 
 def _hold_nothing(num_bytes: int, party: str) -> None:

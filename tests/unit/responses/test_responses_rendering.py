@@ -175,7 +175,7 @@ def test_log_probabilities_are_encoded_once_for_all_last_events() -> None:
     events = renderer.opening()
     for token in range(8):
         events += renderer.chunk(0, RequestDelta("x", [token], [TokenLogprobs(token, -token, (9,), (-0.25,))]))
-        assert len(json.loads(renderer.snapshot())["output"][0]["content"][0]["logprobs"]) == token + 1
+        assert len(json.loads(b"".join(renderer.snapshot()))["output"][0]["content"][0]["logprobs"]) == token + 1
     events += renderer.chunk(0, RequestDelta("", [], None, True, "stop"))
     reported = events_of(events + renderer.closing(USAGE))
     (done,) = [event for event in reported if event.type == "response.output_text.done"]
@@ -184,6 +184,25 @@ def test_log_probabilities_are_encoded_once_for_all_last_events() -> None:
     assert isinstance(message, MessageItem)
     assert isinstance(message.content[0], OutputText)
     assert isinstance(message.content[0].logprobs, msgspec.Raw)
+
+
+def test_a_client_that_polls_gets_log_probabilities_that_were_encoded_before() -> None:
+    """Each poll encoded 3900 of 20 alternatives on the event loop: 128 ms."""
+    include = ["message.output_text.logprobs"]
+    renderer = renderer_of(ScriptedParser([[TextPart("a")], [ToolCallPart(0, "call_1", "f")]]), include=include)
+    renderer.opening()
+    many = [TokenLogprobs(5, -0.5, (9,) * 20, (-0.25,) * 20)] * 500
+    renderer.chunk(0, RequestDelta("x" * 500, [5] * 500, many))
+    polled = [renderer.snapshot()]
+    renderer.chunk(0, RequestDelta("y", [5], many[:1]))
+    polled.append(renderer.snapshot())
+    before = {id(part) for part in polled[0]}
+    new = [part for part in polled[1] if id(part) not in before]
+    assert sum(map(len, new)) < 5_000 < 400_000 < sum(map(len, polled[1]))
+    for parts, kinds in zip(polled, (["message"], ["message", "function_call"]), strict=True):
+        answer = json.loads(b"".join(parts))
+        assert [item["type"] for item in answer["output"]] == kinds
+        assert len(answer["output"][0]["content"][0]["logprobs"]) == 500
 
 
 def test_tokens_can_be_spelled_by_their_ids() -> None:
@@ -213,10 +232,10 @@ def test_a_background_response_is_queued_until_its_first_token() -> None:
     renderer = renderer_of(background=True)
     events = renderer.opening()
     assert types_of(events) == ["created", "queued"]
-    assert Response.model_validate_json(renderer.snapshot()).status == "queued"
+    assert Response.model_validate_json(b"".join(renderer.snapshot())).status == "queued"
     events += renderer.chunk(0, RequestDelta("Hel", [1]))
     assert types_of(events)[2] == "in_progress"
-    running = Response.model_validate_json(renderer.snapshot())
+    running = Response.model_validate_json(b"".join(renderer.snapshot()))
     assert (running.status, running.output_text) == ("in_progress", "Hel")
     last = events_of(events + renderer.cancel())[-1]
     assert (last.type, last.response.status, last.response.output_text) == ("response.incomplete", "cancelled", "Hel")

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -27,7 +28,7 @@ class Run:
         self.steps: asyncio.Queue[RequestDelta | Exception] = asyncio.Queue()
         self.was_closed = False
         self.renderer = renderer_of(background=True)
-        self.renderer._on_end = lambda answer: service.keep(answer, ANYONE, TURN)
+        self.renderer._on_end = service.keeper(ANYONE, TURN)
         self.id = self.renderer.head.id
         self.ends = 0
         service.start(self.renderer, self._events(), self._on_end, ANYONE, TURN, log)
@@ -61,7 +62,7 @@ async def settle() -> None:
 
 
 def state_of(stored: StoredResponse) -> tuple[str, str]:
-    response = Response.model_validate_json(stored.body())
+    response = Response.model_validate_json(b"".join(stored.body()))
     return response.status or "", response.output_text
 
 
@@ -85,6 +86,18 @@ async def test_a_response_runs_by_itself_and_can_be_read_at_any_time() -> None:
     assert said.text == "Hello"
     service.cancel(stored)
     assert state_of(stored) == ("completed", "Hello")
+
+
+async def test_an_answer_that_a_thread_renders_is_stored_by_the_event_loop() -> None:
+    """The thread changed the store and its counts while the event loop used them."""
+    service = ResponsesService(ServerConfig())
+    renderer = renderer_of()
+    renderer.chunk(0, RequestDelta("Hello", [1], None, True, "stop"))
+    renderer._on_end = service.keeper(ANYONE, TURN)
+    added: list[int] = []
+    service.store.put = lambda stored: added.append(threading.get_ident())  # type: ignore[method-assign]
+    await asyncio.to_thread(renderer.closing, USAGE)
+    assert added == [threading.get_ident()]
 
 
 async def test_all_who_follow_see_all_events_from_where_they_want() -> None:
@@ -144,7 +157,7 @@ async def test_the_end_of_the_server_is_reported_by_those_that_run(monkeypatch: 
     run.steps.put_nowait(NotReady("the server is shutting down"))
     await service.close()
     stored = service.store.get(run.id, ANYONE)
-    response = Response.model_validate_json(stored.body())
+    response = Response.model_validate_json(b"".join(stored.body()))
     assert response.status == "failed"
     assert response.error is not None
     assert response.error.message == "the server is shutting down"
@@ -201,7 +214,7 @@ async def test_a_response_whose_events_exceed_the_store_ends_in_words_and_its_fo
     await settle()
     assert run.was_closed
     assert run.ends == 1
-    response = Response.model_validate_json(stored.body())
+    response = Response.model_validate_json(b"".join(stored.body()))
     assert response.status == "failed"
     assert response.error is not None
     assert "max_stored_response_bytes" in response.error.message

@@ -28,7 +28,7 @@ def turn_of(name: str, previous: Turn | None = None, text: str = "Hi") -> Turn:
 
 
 def response(name: str, turn: Turn | None = None, owner: Owner = ANYONE, *, running: bool = False) -> StoredResponse:
-    return StoredResponse(name, owner, turn or turn_of(name), name.encode, running=running, size=10)
+    return StoredResponse(name, owner, turn or turn_of(name), lambda: (name.encode(),), running=running, size=10)
 
 
 def store_of(*responses: StoredResponse, max_responses: int = 3, max_bytes: int = 2**20) -> ResponseStore:
@@ -40,7 +40,7 @@ def store_of(*responses: StoredResponse, max_responses: int = 3, max_bytes: int 
 
 def test_a_response_is_its_owners_alone() -> None:
     store = store_of(response("a", owner=ME))
-    assert store.get("a", ME).body() == b"a"
+    assert store.get("a", ME).body() == (b"a",)
     for owner in (YOU, ANYONE):
         with pytest.raises(ResponseNotFound) as refused:
             store.get("a", owner)
@@ -129,7 +129,7 @@ def test_a_running_response_stays_and_cannot_be_gone_on_from() -> None:
     assert store.get("a", ANYONE) is running
     assert len(store) == 1
     store.finish(running, turn_of("a"), b"done", 4)
-    assert store.get("a", ANYONE).body() == b"done"
+    assert store.get("a", ANYONE).body() == (b"done",)
     store.put(response("d"))
     with pytest.raises(ResponseNotFound):
         store.get("a", ANYONE)
@@ -228,7 +228,7 @@ def test_events_that_grow_make_their_own_owner_give_way() -> None:
     assert ended == ["one"]
     assert store.num_bytes <= 10_000
     assert ids(store, ME) == ["mine"]
-    assert store.get("one", YOU).body() == b"failed"
+    assert store.get("one", YOU).body() == (b"failed",)
     store.put(response("new", owner=ME, running=True))
     assert running[1].running
 

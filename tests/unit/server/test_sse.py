@@ -162,7 +162,7 @@ async def test_a_large_answer_is_sent_in_pieces_between_which_others_are_served(
         return {"type": "http.disconnect"}
 
     other = asyncio.create_task(others())
-    response = EventStream(large(), ping=PING) if is_stream else json_response(content)
+    response = EventStream(large(), ping=PING) if is_stream else json_response(content[:7], content[7:])
     held: list[tuple[int, str]] = []
     state = {"owner": Owner("heavy"), "hold_answer": lambda *of: held.append(of)}
     await response({"type": "http", "method": "POST", "state": state}, receive, send)
