@@ -40,6 +40,7 @@ from server.limits.connections import Connection, Connections
 from server.limits.eager import begin_at_once
 from server.limits.keys import ApiKeys
 from server.limits.owners import address_of
+from server.limits.turns import RequestTurns
 from server.models import Models
 from server.service_manager import ServiceManager
 from server.signals import Signals
@@ -59,18 +60,6 @@ _SLICE = 16 * 2**10
 _HEAD_SLICE, _BODY_SLICE = 512, 4 * 2**10
 """Most bytes of a head, and of a body, that are parsed at a time. Parsing stops when a request waits for the answer to
 an earlier one: 16 KiB hold hundreds of requests, each with dozens of objects."""
-
-_BEGUN_AT_ONCE, _LEAST_BEGUN = 8, 2
-"""Most requests that begin per round of the event loop, and how many may begin at least after long rounds. With two, a
-quarter fewer of the shortest requests per second are answered."""
-
-_LONG_ROUND_SECONDS, _LONG_FOR_LIGHT_SECONDS = 0.008, 0.002
-"""After rounds that took longer fewer requests begin: a health probe needs several rounds, and so does the first token
-of a light party, for which rounds are kept shorter."""
-
-_LIGHT_SECONDS = 1.0
-"""Time for which rounds are kept short after a request of a light party, and after which counts of requests are
-halved."""
 
 _DISCARD_SECONDS, _SMALL_BYTES = 0.05, 2**14
 """Pause after a read of fewer bytes of what a client sends after its last answer: without it, a flood of tiny chunks
@@ -102,110 +91,6 @@ class HeadTooLarge(BadRequest):
 
     status = 431
     code = "request_too_large"
-
-
-class RequestTurns:
-    """Lets only a few requests begin per round of the event loop; parties (API keys, or else addresses) take turns.
-
-    A request costs up to a millisecond in its first rounds. If thousands of connections or pipelines sent requests at
-    once, a round would take seconds, and a health probe needs several rounds.
-
-    A light party, which lately sent less than half of the mean number of requests of all parties, precedes the
-    others, to which one request of each round is left. Rounds are short only while there is a light party, because
-    fewer requests per round make smaller batches for the engine.
-
-    While waiting parties have several requests each, a request of another party precedes these, too. Parties whose
-    requests come in bursts are light when one begins, so that a party with steady requests would wait for all others.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._most = _BEGUN_AT_ONCE
-        """Requests that may begin in a round: halved after a long round, one more after a short one."""
-        self._expected_at = 0.0
-        """Time in the previous round at which the next one was asked for."""
-        self._left = _BEGUN_AT_ONCE
-        """Requests that may still begin in this round."""
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Waiting requests by party; parties are in the order of their turns."""
-        self._light: dict[str, deque[asyncio.Future[None]]] = {}
-        """The same for requests that came when their party was light."""
-        self._single: dict[str, deque[asyncio.Future[None]]] = {}
-        """The same for requests that came while others had several requests each and theirs had none."""
-        self._numbers: dict[str, int] = {}
-        """Number of waiting requests by party."""
-        self._num_waiting = 0
-        self._is_round_due = False
-        self._counts: dict[str, float] = {}
-        """Recent requests by party."""
-        self._sum = 0.0
-        self._halve_at = self._light_until = 0.0
-
-    async def take(self, party: str) -> None:
-        """Wait until a request of the party may begin."""
-        is_light = self._count(party)
-        if self._left and not self._num_waiting:
-            self._left -= 1
-            self._expect_round()
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = self._light if is_light else self._waiting
-        if party not in self._numbers and self._num_waiting >= 2 * len(self._numbers) > 0:
-            waiting = self._single
-        waiting.setdefault(party, deque()).append(turn)
-        self._numbers[party] = self._numbers.get(party, 0) + 1
-        self._num_waiting += 1
-        self._expect_round()
-        await turn
-
-    def _count(self, party: str) -> bool:
-        """Count a request. Returns whether its party is light."""
-        if (now := self._clock()) >= self._halve_at:
-            self._halve_at = now + _LIGHT_SECONDS
-            self._counts = {each: count / 2 for each, count in self._counts.items() if count >= 1}
-            self._sum = sum(self._counts.values())
-        before = self._counts.get(party, 0.0)
-        is_light = 2 * before * len(self._counts) < self._sum
-        self._counts[party] = before + 1
-        self._sum += 1
-        if is_light:
-            self._light_until = now + _LIGHT_SECONDS
-        return is_light
-
-    def _expect_round(self) -> None:
-        if not self._is_round_due:
-            self._is_round_due = True
-            self._expected_at = self._clock()
-            asyncio.get_running_loop().call_soon(self._begin_round)
-
-    def _begin_round(self) -> None:
-        self._is_round_due = False
-        now = self._clock()
-        most_seconds = _LONG_FOR_LIGHT_SECONDS if now < self._light_until else _LONG_ROUND_SECONDS
-        is_long = now - self._expected_at > most_seconds
-        self._most = max(self._most // 2, _LEAST_BEGUN) if is_long else min(self._most + 1, _BEGUN_AT_ONCE)
-        self._left = self._most
-        self._begin(self._single, 1 if self._light or self._waiting else 0)
-        self._begin(self._light, 1 if self._waiting else 0)
-        self._begin(self._waiting, 0)
-        if self._left < self._most:
-            self._expect_round()
-
-    def _begin(self, waiting: dict[str, deque[asyncio.Future[None]]], num_kept: int) -> None:
-        """Let waiting requests begin, but leave `num_kept` of this round."""
-        while self._left > num_kept and waiting:
-            party = next(iter(waiting))
-            turns = waiting.pop(party)
-            turn = turns.popleft()
-            if turns:
-                waiting[party] = turns
-            self._num_waiting -= 1
-            self._numbers[party] -= 1
-            if not self._numbers[party]:
-                del self._numbers[party]
-            if not turn.done():  # A turn is done if its task was cancelled.
-                turn.set_result(None)
-                self._left -= 1
 
 
 class _Flow(FlowControl):

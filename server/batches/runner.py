@@ -13,9 +13,8 @@ import logging
 import os
 import sqlite3
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -29,6 +28,7 @@ from server.batches.store import Batch, BatchStore, FileNotFound, Line, LineAt, 
 from server.errors import BadRequest, EngineError, InvalidApiKey, ShuttingDown
 from server.limits.jobs import FairPool, until_done
 from server.limits.owners import Owner
+from server.limits.turns import FairLock
 from server.schemas.batches import DAY, BatchError, BatchObject, BatchStatus
 from server.schemas.body import parse_object
 
@@ -169,7 +169,8 @@ class BatchRunner:
         self._unwritten: Counter[str] = Counter()
         """Number of writes by batch that have failed and are tried again."""
         self._line_ended = asyncio.Event()
-        self._begins = _Turns(self._running)
+        self._begins = FairLock(self._running.__getitem__)
+        """Held by the next line that begins, of the party with the fewest running lines."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_stopped = False
         self._expiry: asyncio.Task[None] | None = None
@@ -339,7 +340,7 @@ class BatchRunner:
         A line costs the loop a third of a millisecond, and dozens begin when a batch does, or are tried again. It is
         read only now: the lines of all batches that wait would fill the memory.
         """
-        async with self._begins.taken(batch.party):
+        async with self._begins.hold(batch.party):
             await asyncio.sleep(0)
             while True:
                 num_running = self._running.total()
@@ -460,46 +461,6 @@ class BatchRunner:
                 failure = EngineError(f"the server could not answer the line: {type(error).__name__}: {error}")
                 status, pieces = failure.status, [failure.body()]
         return _Answer(status, headers, b"".join(pieces))
-
-
-class _Turns:
-    """A lock whose next holder is of the owner with the fewest running lines."""
-
-    def __init__(self, running: Counter[str]) -> None:
-        self._running = running
-        self._is_held = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Waiting tasks by party, longest waiting first."""
-
-    @asynccontextmanager
-    async def taken(self, party: str) -> AsyncIterator[None]:
-        """Hold the lock within the context."""
-        if self._is_held:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(party, deque()).append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # It got the lock before it was cancelled.
-                    self._release()
-                raise
-        self._is_held = True
-        try:
-            yield
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        self._is_held = False
-        while self._waiting and not self._is_held:
-            party = min(self._waiting, key=self._running.__getitem__)
-            turns = self._waiting.pop(party)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[party] = turns  # As the last one, after owners with as few running lines.
-            if not turn.done():  # A turn is done if its task was cancelled.
-                turn.set_result(None)
-                self._is_held = True
 
 
 class _Requested(msgspec.Struct):

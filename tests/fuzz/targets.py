@@ -42,11 +42,12 @@ from models.errors import CheckpointError
 from models.lora.config import LoRAConfig
 from server.batches.runner import read_lines
 from server.errors import BadRequest, InvalidApiKey
-from server.http import HttpProtocol, RequestTurns
+from server.http import HttpProtocol
 from server.limits.accounts import Accounts
 from server.limits.connections import ConnectionLimits, Connections
 from server.limits.keys import ApiKeys
 from server.limits.tokens import TokenVerifier
+from server.limits.turns import RequestTurns
 from server.metrics import Metrics
 from server.parsing import registry
 from server.parsing.answer_format import AnswerFormat

@@ -27,11 +27,12 @@ import uvloop
 from uvicorn.server import ServerState
 
 from server.anthropic.rendering import PING
-from server.http import MAX_HEAD_BYTES, HttpProtocol, RequestTurns
+from server.http import MAX_HEAD_BYTES, HttpProtocol
 from server.limits.acceptor import Acceptor
 from server.limits.accounts import Accounts
 from server.limits.connections import Connection, ConnectionLimits, Connections
 from server.limits.keys import ApiKeys
+from server.limits.turns import RequestTurns
 from server.metrics import Metrics
 from server.streaming import sse
 from server.streaming.sse import EventStream
