@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from models.architectures.registry import ARCHITECTURES, LATENT_HEAD, TEXT_PARTS, ConfigFacts
 from models.config.defaults import has_own_head, of_text_kind, with_left_out
-from models.config.fields import Fields, read_config, read_generation_config, with_parts
+from models.config.fields import Fields, is_causal, read_config, read_generation_config, with_parts
 from models.config.rope import RopeConfig, RopeContext, parse_rope, rotated_whole, with_one_rope
 from models.quantization.config import ROUNDING_FIELD, QuantizationConfig
 from models.quantization.methods import parse_quantization
@@ -117,8 +117,8 @@ class ModelConfig(CheckpointConfig):
         architecture = architecture or text_architecture or _architecture(config)
         facts = ARCHITECTURES[architecture].facts
         config = with_one_rope(config)
-        config = config.with_names(facts.renamed).with_defaults(facts.defaults)
         config = Fields({**facts.absent, **config.values, **facts.fixed}, config.where)
+        config = config.with_names(facts.renamed).with_defaults(facts.defaults)
         config = with_left_out(config, architecture, is_text_part=text_architecture is not None)
         if facts.complete is not None:
             config = facts.complete(config)
@@ -132,7 +132,7 @@ class ModelConfig(CheckpointConfig):
             named = with_names(config.values["quantization_config"], facts.rename)
             config = Fields({**config.values, "quantization_config": named}, config.where)
         generation = read_generation_config(path)
-        if not is_bidirectional and not config.boolean("is_causal", True):
+        if not is_bidirectional and not is_causal(config):
             raise config.invalid("is_causal", "true: a generated token sees only earlier ones")
         hidden_size = config.integer("hidden_size")
         num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)

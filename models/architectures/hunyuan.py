@@ -107,7 +107,7 @@ _HY3 = ConfigFacts(
         "rope_theta": 11158840.0,
         "routed_scaling_factor": 2.826,
     },
-    fixed={"n_group": 1, "norm_topk_prob": True, "topk_group": 1},
+    fixed={"n_group": 1, "norm_topk_prob": True, "routed_scaling_factor": None, "topk_group": 1},
     renamed={
         "num_experts": "n_routed_experts",
         "num_local_experts": "n_routed_experts",

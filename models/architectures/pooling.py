@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from models.architectures.registry import ARCHITECTURES, ENCODERS
-from models.config.fields import Fields, read_config
+from models.config.fields import Fields, is_causal, read_config
 from models.errors import CheckpointError
 
 Task: TypeAlias = Literal["generate", "embed", "classify"]
@@ -164,10 +164,10 @@ def _body(config: Fields, name: str) -> tuple[str, bool]:
         bodies = (f"{stem}ForCausalLM", f"{stem.removesuffix('Text')}ForCausalLM")
         body = next((each for each in bodies if each in ARCHITECTURES), None)
         if name.endswith(kind) and body is not None:
-            return body, config.boolean("use_bidirectional_attention", False) or not config.boolean("is_causal", True)
+            return body, config.boolean("use_bidirectional_attention", False) or not is_causal(config)
     if name.endswith("ForCausalLM") and encoder is None:
         # The general route runs the body if transformers implements it.
-        if config.boolean("use_bidirectional_attention", False) or not config.boolean("is_causal", True):
+        if config.boolean("use_bidirectional_attention", False) or not is_causal(config):
             raise CheckpointError(
                 f"{config.where} asks for attention in both directions, which {name} does not have in this release"
             )

@@ -41,7 +41,8 @@ class ConfigFacts:
     complete: "Callable[[Fields], Fields] | None" = None
     """Adds fields that follow from others."""
     fixed: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Values that transformers' code always has, whatever config.json contains; None: it does not read the field."""
+    """Values that transformers' code always has, whatever config.json contains; None: it does not read the field,
+    even if `renamed` gives its name to another."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """The architecture's names of fields -> the common names."""
     head_dim_field: str = "head_dim"

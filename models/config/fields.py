@@ -176,6 +176,12 @@ def read_config(path: Path) -> Fields:
     return config
 
 
+def is_causal(config: Fields) -> bool:
+    """Whether a token sees only earlier ones. Null is true, as in transformers' default attention, unlike other
+    flags."""
+    return config.values.get("is_causal") is None or config.boolean("is_causal", True)
+
+
 def read_generation_config(path: Path) -> Fields:
     """generation_config.json of the checkpoint directory `path`; empty where there is none."""
     file = path / "generation_config.json"

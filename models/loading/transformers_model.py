@@ -94,6 +94,9 @@ def load_transformers_model(
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({first_line(error)})") from error
     replace_methods(model)
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "is_causal", True) is None:
+        text.is_causal = True  # As in transformers' default attention; masks of others take null for false.
     served = TransformersModel(model, config, dtype)
     try:
         check_paged_equivalence(served, config, dtype=dtype, device=device)

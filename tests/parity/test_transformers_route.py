@@ -246,6 +246,12 @@ def test_a_padding_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None
         PagedModel(path)
 
 
+def test_causality_that_is_null_is_causal(tmp_path: Path) -> None:
+    path, tokens = make_checkpoint(tmp_path), prompt(20)
+    edit_json(path / "config.json", is_causal=None)
+    assert_computes(Reference(path), tokens, PagedModel(path, model_impl="transformers").logits(tokens))
+
+
 def test_ranks_that_would_each_run_the_whole_model_are_refused(tmp_path: Path) -> None:
     path = APERTUS.checkpoint(tmp_path)
     parallel = TensorParallel(0, 2, cast(Any, object()))

@@ -287,7 +287,7 @@ def test_heads_that_are_never_shared_and_ropes_that_are_null_are_read_as_transfo
 
 
 def test_hunyuan_3_scales_and_shares_experts_by_default(tmp_path: Path) -> None:
-    fields = parse(tmp_path, architectures=["HYV3ForCausalLM"]).fields
+    fields = parse(tmp_path, architectures=["HYV3ForCausalLM"], routed_scaling_factor=1.5).fields
     assert (fields.number("routed_scaling_factor"), fields.integer("n_shared_experts")) == (2.826, 1)
     fields = parse(tmp_path, architectures=["HYV3ForCausalLM"], router_scaling_factor=2.0, num_shared_experts=3).fields
     assert (fields.number("routed_scaling_factor"), fields.integer("n_shared_experts")) == (2.0, 3)
@@ -296,6 +296,10 @@ def test_hunyuan_3_scales_and_shares_experts_by_default(tmp_path: Path) -> None:
 def test_gemma_4_unified_has_a_window_and_a_context_of_its_own(tmp_path: Path) -> None:
     config = parse(tmp_path, architectures=["Gemma4UnifiedForCausalLM"], max_position_embeddings=...)
     assert (config.sliding_windows, config.max_model_len) == ((1024, None), 262144)
+
+
+def test_causality_that_is_null_is_causal(tmp_path: Path) -> None:
+    assert not parse(tmp_path, is_causal=None).is_bidirectional
 
 
 def test_ministral_has_no_biases_of_attention(tmp_path: Path) -> None:
