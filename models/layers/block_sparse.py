@@ -7,7 +7,7 @@ block has a multiple of 16 keys; otherwise torch does, all decodes of a step on 
 import torch
 from torch import nn
 
-from models.attention.context import ForwardContext, between_graphs, get_forward_context
+from models.attention.context import between_graphs, get_forward_context
 from models.layers.attention import Attention
 from models.layers.base import VectorCacheSpec
 from models.layers.linear import ColumnParallelLinear
@@ -109,10 +109,24 @@ class BlockSparseAttention(Attention):
                 if metadata.step is not None and self._runs(q, cache, index_q, index_cache):
                     return self._by_operators(q, k, v, cache, norms, (cos, sin), metadata.step, *index)
                 index_q, index_k = indexer.moved(index_q, index_k, (cos, sin))
-            if metadata.num_decodes == len(metadata.seq_lens) and triton.runs(q, index_q, operator="attention"):
-                return self._attend_decodes(q, k, v, index_q, index_k, norms, (cos, sin), context)
-            q = store(q, k, v, cache, metadata.slot_mapping, self.options, norms, (cos, sin))
-            store_vectors(index_k, index_cache.vectors, metadata.slot_mapping)
+            options, index_scale = self.options, 1.0
+            if triton.runs(q, index_q, operator="attention"):
+                # Prefills and decodes share the caches, so that torch writes the hardware's format, too.
+                from models.ops.triton import cache_store as kernels
+
+                cache, options = kernels.as_hardware_reads(cache, options, q.device)
+                vectors, index_scale = kernels.vectors_as_hardware_reads(index_cache.vectors, index_scale, q.device)
+                index_cache = VectorCache(vectors)
+                if metadata.num_decodes == len(metadata.seq_lens):
+                    tokens = tokens_of(
+                        metadata.block_tables, metadata.seq_lens, metadata.slot_mapping, metadata.query_len
+                    )
+                    q = kernels.store(q, k, v, cache, tokens.slots, options, norms, (cos, sin))
+                    kernels.vector_store(index_k, vectors, tokens.slots, index_scale)
+                    index_q = index_q[:, self.index_heads]
+                    return attend_decodes(q, index_q, (cache, index_cache), tokens, options, self.choice)
+            q = store(q, k, v, cache, metadata.slot_mapping, options, norms, (cos, sin))
+            store_vectors(index_k, index_cache.vectors, metadata.slot_mapping, index_scale)
             return attend_to_blocks(
                 q,
                 index_q[:, self.index_heads],
@@ -120,36 +134,11 @@ class BlockSparseAttention(Attention):
                 metadata.cu_seqlens_q.tolist(),
                 metadata.seq_lens.tolist(),
                 metadata.block_tables,
-                self.options,
+                options,
                 self.choice,
             )
 
         return between_graphs(attend, q, k, v, index_q, index_k, shared=rotation)
-
-    def _attend_decodes(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        index_q: torch.Tensor,
-        index_k: torch.Tensor,
-        norms: HeadNorms,
-        rotation: Rotation,
-        context: ForwardContext,
-    ) -> torch.Tensor:
-        """Compute a step of decodes on a GPU by lengths on the device only, so that graphs can capture it."""
-        from models.ops.triton import cache_store as kernels
-
-        metadata, (indexer,) = context.attn_metadata, self._indexer
-        cache, index_cache = context.kv_cache_data[self.layer_name], context.kv_cache_data[indexer.cache_spec.name]
-        assert isinstance(cache, KVCacheTensor)
-        assert isinstance(index_cache, VectorCache)
-        tokens = tokens_of(metadata.block_tables, metadata.seq_lens, metadata.slot_mapping, metadata.query_len)
-        cache, options = kernels.as_hardware_reads(cache, self.options, q.device)
-        q = kernels.store(q, k, v, cache, tokens.slots, options, norms, rotation)
-        kernels.vector_store(index_k, index_cache.vectors, tokens.slots)
-        caches = cache, index_cache
-        return attend_decodes(q, index_q[:, self.index_heads], caches, tokens, options, self.choice)
 
     def _runs(self, q: torch.Tensor, cache: KVCacheTensor, index_q: torch.Tensor, index_cache: VectorCache) -> bool:
         size, top_k, _ = self.choice

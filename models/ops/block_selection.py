@@ -127,6 +127,8 @@ def attend_decodes(
         where = tables.gather(1, (at // page).flatten(1)).view(at.shape).long()
         heads = torch.arange(num_kv_heads, device=q.device)[:, None]
         k, v = (_at(pages, where, heads, at % page) for pages in (cache.k_cache, cache.v_cache))
+        # Memory that the row has not written may hold NaN, which a weight of zero would not remove.
+        v = v.masked_fill_(hidden[..., None], 0.0)
         queries = q[some].float().view(len(chosen), num_kv_heads, -1, q.shape[2])
         scores = queries @ k.mT * (options.scale * options.k_scale)
         # With minus infinity, the softmax of a padding row would be NaN.

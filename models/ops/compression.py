@@ -303,6 +303,8 @@ def attend_tokens(
             numbers = torch.arange(most, device=q.device).expand(len(seen), -1) if chosen is None else chosen[some]
             attended = torch.cat((attended, _gathered(entries, tables, numbers.clamp(min=0), rate, size)), 1)
             hidden = torch.cat((hidden, (numbers < 0) | (numbers >= seen // rate)), 1)
+        # Memory that the row has not written may hold NaN, which a weight of zero would not remove.
+        attended = attended.masked_fill_(hidden[..., None], 0.0)
         scores = (q[some].float() @ attended.mT * scale).masked_fill_(hidden[:, None], -torch.inf)
         scores = torch.cat((scores, sinks[:, None].expand(len(seen), -1, 1)), -1)
         out[some] = (scores.softmax(-1)[..., :-1] @ attended).to(q.dtype)

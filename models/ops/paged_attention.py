@@ -40,11 +40,14 @@ def _write(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, x: 
     pages.view(torch.uint8)[blocks, :, offsets] = stored.view(torch.uint8)
 
 
-def store_vectors(vectors: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write the step's vectors to their slots. # [T, dim], [num_blocks, block, dim], [T] int64"""
+def store_vectors(vectors: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, scale: float = 1.0) -> None:
+    """Write the step's vectors to their slots, in FP8 divided by `scale`.
+
+    # [T, dim], [num_blocks, block, dim], [T] int64
+    """
     kept = slots >= 0
     blocks, offsets = slots[kept] // pages.shape[1], slots[kept] % pages.shape[1]
-    _write(pages[:, None], blocks, offsets, vectors[kept][:, None], 1.0)
+    _write(pages[:, None], blocks, offsets, vectors[kept][:, None], scale)
 
 
 def row_vectors(pages: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:

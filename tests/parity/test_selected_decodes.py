@@ -39,7 +39,7 @@ def _slots() -> torch.Tensor:
 def test_tokens_attend_to_their_windows_and_entries_as_rows_do(rate: int, top_k: int | None) -> None:
     heads, dim, window = 3, 24, 8
     vectors, tables = pages(LENGTHS, dim, torch.float32)
-    entries, keys = (torch.zeros(len(vectors), -(-BLOCK // rate), size) for size in (dim, 16))
+    entries, keys = (torch.full((len(vectors), -(-BLOCK // rate), size), torch.nan) for size in (dim, 16))
     made = [random(n // rate, dim, seed=n) for n in LENGTHS]
     index = [random(n // rate, 16, seed=n + 1) for n in LENGTHS]
     for row, length in enumerate(LENGTHS):
@@ -47,7 +47,6 @@ def test_tokens_attend_to_their_windows_and_entries_as_rows_do(rate: int, top_k:
             block = ((number + 1) * rate - 1) // BLOCK
             place = tables[row, block], number - block * BLOCK // rate
             entries[place], keys[place] = made[row][number], index[row][number]
-    vectors = vectors.nan_to_num()
     q, q_index, weights = random(4, heads, dim), random(4, 5, 16), random(4, 5).abs()
     sinks = random(heads)
     tokens = tokens_of(_tables(tables), ints(*PADDED), _slots(), 1)
@@ -97,7 +96,7 @@ def test_tokens_complete_the_entries_that_rows_complete(rate: int, overlaps: boo
 def test_decodes_attend_to_the_blocks_that_rows_select(choice: BlockChoice) -> None:
     heads, kv_heads, dim = 6, 2, 16
     vectors, tables = pages(LENGTHS, 2 * kv_heads * dim, torch.float32)
-    k, v = vectors.nan_to_num().view(-1, BLOCK, 2, kv_heads, dim).permute(2, 0, 3, 1, 4).contiguous()
+    k, v = vectors.view(-1, BLOCK, 2, kv_heads, dim).permute(2, 0, 3, 1, 4).contiguous()
     keys = random(len(vectors), BLOCK, 24)
     q, q_index = random(4, heads, dim), random(4, kv_heads, 24)
     caches, options = (KVCacheTensor(k, v), VectorCache(keys)), AttentionOptions(0.3)

@@ -1,7 +1,8 @@
 """Device of the Triton kernels in tests: Triton's interpreter, or the GPU of a machine that has one.
 
 Importing this module corrects the interpreter of Triton 3.7: its `tl.dot` multiplies the bits of bfloat16 as if they
-were integers, and its conversion to FP8 loses the carry from a rounded mantissa to the exponent.
+were integers, its conversion to FP8 loses the carry from a rounded mantissa to the exponent, and it has no pointers to
+gfx942's FP8.
 """
 
 from collections.abc import Iterator
@@ -87,6 +88,21 @@ def _create_fp_to_fp(self: Any, source: Any, target: Any, rounding_mode: Any) ->
 
 
 interpreter.InterpreterBuilder.create_fp_to_fp = _create_fp_to_fp
+_patched_as_it_was = interpreter._patch_lang_core
+
+
+def _patch_lang_core(lang: Any, scope: Any) -> None:
+    """The original patch, and pointers to gfx942's FP8, which it lacks."""
+    _patched_as_it_was(lang, scope)
+    to_ir = lang.dtype.to_ir
+
+    def with_fnuz(self: Any, builder: Any) -> Any:
+        return builder.get_fp8e4b8_ty() if self.name == "fp8e4b8" else to_ir(self, builder)
+
+    scope.set_attr(lang.dtype, "to_ir", with_fnuz)
+
+
+interpreter._patch_lang_core = _patch_lang_core
 
 if INTERPRETED:
     triton_interpreter_speed.quicken()
