@@ -17,7 +17,8 @@ from engine.config.settings import ModelEntry, ModelList
 from server import error_answers, openapi
 from server.access_log import ANTHROPIC_HEADER, AccessLog
 from server.access_log import HEADER as REQUEST_ID_HEADER
-from server.batches.runner import BatchRunner, open_store
+from server.batches.runner import BatchRunner
+from server.batches.store import open_store
 from server.endpoints import ENDPOINTS, all_endpoints
 from server.limits.admission import KeyShares, OpenFiles
 from server.limits.connections import ConnectionLimits, Connections, num_free_descriptors

@@ -8,55 +8,33 @@ continues with the lines that have no answer.
 import asyncio
 import errno
 import functools
-import itertools
 import logging
-import os
 import sqlite3
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from engine.config.server import ServerConfig
 from server.access_log import RequestFacts, new_request_id
-from server.batches.store import Batch, BatchStore, FileNotFound, Line, LineAt, output_line
-from server.errors import BadRequest, EngineError, InvalidApiKey, ShuttingDown
+from server.batches.lines import AROUND_BODY_BYTES, MAX_LINE_BYTES, Line, Pace, output_line, read_lines, request_body
+from server.batches.store import Batch, BatchStore, FileNotFound
+from server.errors import EngineError, InvalidApiKey, ShuttingDown
 from server.limits.jobs import FairPool, until_done
 from server.limits.owners import Owner
 from server.limits.turns import FairLock
-from server.schemas.batches import DAY, BatchError, BatchObject, BatchStatus
-from server.schemas.body import parse_object
+from server.schemas.batches import BatchError, BatchObject, BatchStatus
 
 _log = logging.getLogger(__name__)
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-MAX_LINES = 50_000
-"""Most requests in a batch (OpenAI's limit)."""
-
-MAX_LINE_BYTES = 33 * 2**20
-"""Longest line in bytes where no server sets the largest body: the largest default, and the members around it."""
-
-AROUND_BODY_BYTES = 2**16
-"""Most bytes of a line around its body."""
-
-_MAX_ERRORS = 100
-"""Most invalid lines that a failed batch reports."""
-_MAX_CUSTOM_ID = 512
-
-_PRIORITY = 100
-"""Priority of lines: the lowest priority that a request may have."""
 _WEIGHT = 0.1
 """Factor on the owner's weight for its batches."""
-
-_WORK_SECONDS, _REST_PARTS, _MOST_REST_SECONDS = 0.001, 3.0, 0.05
-"""Seconds of work on lines until a rest; length of the rest as a multiple of the work; most seconds of a rest."""
 
 _FETCHED_LINES = 64
 _BUSY_SHARE = 8
@@ -71,68 +49,11 @@ _ATTEMPTS = 3
 """Number of attempts for a line that the server fails on."""
 _TRY_AGAIN = (429, 503)
 
-_PRIORITISED = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/v1/messages",
-)
-"""Endpoints whose requests have the field `priority`."""
-
 
 class _Answer(NamedTuple):
     status: int
     headers: Mapping[bytes, bytes]
     body: bytes
-
-
-def open_store(config: ServerConfig) -> BatchStore:
-    """Open the store of a server. Raises `OSError` with a sentence if `data_dir` cannot be used.
-
-    Without `data_dir`, a folder named after the port preserves batches over restarts. Without a fixed port, or if that
-    folder cannot be written, the store is temporary.
-    """
-    if config.data_dir is not None:
-        folder = Path(config.data_dir).expanduser()
-        try:
-            store = _store(folder, config)
-            store.open()
-            return store
-        except OSError as error:
-            if error.strerror is None:
-                raise  # A sentence of the store's.
-            raise OSError(
-                f"data_dir is {folder}, which cannot be used: {error.strerror}; let this user write to it, or give "
-                "another directory"
-            ) from error
-    default = _folder_of_port(config.port) if config.port else None
-    if default is not None:
-        try:
-            return _store(default, config)
-        except OSError as error:
-            _log.warning("batches do not survive a restart, because %s", error)
-    return _store(None, config)
-
-
-def _folder_of_port(port: int) -> Path | None:
-    """Return the folder of a server without `data_dir`; None if this user has no home or cannot write there."""
-    states = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
-    if not os.path.isabs(states):
-        return None
-    folder = Path(states, "kaon", f"port-{port}")
-    # `Path.exists` would raise for a folder that this user may not search, such as another user's home.
-    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
-    return folder if os.access(existing, os.W_OK) else None
-
-
-def _store(folder: Path | None, config: ServerConfig) -> BatchStore:
-    return BatchStore(
-        folder,
-        config.max_file_bytes_per_key,
-        config.max_file_bytes_total,
-        config.file_retention_days * DAY,
-    )
 
 
 class BatchRunner:
@@ -409,7 +330,7 @@ class BatchRunner:
         request_id = new_request_id()
         wait, failures = 0.0, 0
         while True:
-            answer = await self._request(endpoint, _body(await read(wait), endpoint), owner, request_id)
+            answer = await self._request(endpoint, request_body(await read(wait), endpoint), owner, request_id)
             if answer.status not in _TRY_AGAIN:
                 failures += answer.status >= 500
                 if answer.status < 500 or failures == _ATTEMPTS or b"x-should-retry" in answer.headers:
@@ -461,106 +382,3 @@ class BatchRunner:
                 failure = EngineError(f"the server could not answer the line: {type(error).__name__}: {error}")
                 status, pieces = failure.status, [failure.body()]
         return _Answer(status, headers, b"".join(pieces))
-
-
-class _Requested(msgspec.Struct):
-    body: msgspec.Raw
-
-
-def _body(content: bytes, endpoint: str) -> bytes:
-    """Return the body of a line's request, with low priority."""
-    body = bytes(msgspec.json.decode(content, type=_Requested).body)
-    if endpoint not in _PRIORITISED:
-        return body
-    # If a field is present twice, the last one counts. Decoding a large body here would delay other requests.
-    fields = body.strip()[1:-1].rstrip()
-    return b'{%b%b"priority":%d}' % (fields, b"," if fields else b"", _PRIORITY)
-
-
-# -- the input --------------------------------------------------------------------------------------------------
-
-
-class Pace:
-    """Leaves the interpreter lock to other threads for three quarters of the time.
-
-    A computing thread takes the lock each time that the event loop waits or sends. The loop then needs 0.5 ms to get
-    it back, dozens of times per round.
-    """
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def rest(self) -> None:
-        """Sleep, if the work since the last rest took more than a millisecond."""
-        worked = time.monotonic() - self._began
-        if worked > _WORK_SECONDS:
-            time.sleep(min(_REST_PARTS * worked, _MOST_REST_SECONDS))
-            self._began = time.monotonic()
-
-
-def read_lines(
-    path: Path, endpoint: str, rest: Callable[[], object] = lambda: None, max_bytes: int = MAX_LINE_BYTES
-) -> tuple[list[LineAt], list[BatchError]]:
-    """Find the lines of a batch's input, or its errors. Empty lines are skipped.
-
-    `rest` is called after each line, which may have `max_bytes`.
-    """
-    lines: list[LineAt] = []
-    errors: list[BatchError] = []
-    seen: set[str] = set()
-    start = 0
-    with path.open("rb") as file:
-        for number in itertools.count(1):
-            content = file.readline(max_bytes + 1)
-            if not content:
-                break
-            if len(content) > max_bytes:
-                why = f"the line is longer than {max_bytes} bytes, the most that a line may have (max_request_bytes)"
-                return [], [*errors, BatchError("line_too_long", why, line=number)]
-            if content.strip():
-                checked = _checked(content, endpoint, seen, max_bytes)
-                if isinstance(checked, BatchError):
-                    checked.line = number
-                    errors.append(checked)
-                else:
-                    seen.add(checked)
-                    lines.append(LineAt(start, len(content), checked))
-                if len(lines) > MAX_LINES:
-                    why = f"the input has more than {MAX_LINES} lines, the most that a batch may have"
-                    return [], [BatchError("too_many_tasks", why)]
-                if len(errors) == _MAX_ERRORS:
-                    return [], errors
-            start += len(content)
-            rest()
-    if not lines and not errors:
-        errors.append(BatchError("empty_file", "the input holds no request; write a JSON object a line"))
-    return lines, errors
-
-
-def _checked(content: bytes, endpoint: str, seen: set[str], max_bytes: int) -> str | BatchError:
-    """Return the custom id of a line, or its error."""
-    try:
-        line = parse_object(content, max_bytes)
-    except BadRequest as error:
-        return BatchError("invalid_json_line", str(error).replace("the request body", "the line"))
-    for field, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
-        if not isinstance(line.get(field), kind):
-            noun = "an object" if kind is dict else "a string"
-            return BatchError("missing_required_parameter", f"{field} is missing, or is not {noun}", param=field)
-    custom_id: str = line["custom_id"]
-    if not 1 <= len(custom_id) <= _MAX_CUSTOM_ID:
-        sentence = f"custom_id has {len(custom_id)} characters; it must have between 1 and {_MAX_CUSTOM_ID}"
-        return BatchError("invalid_custom_id", sentence, param="custom_id")
-    if custom_id in seen:
-        sentence = f"custom_id is {custom_id[:60]!r}, as in an earlier line; each line needs its own"
-        return BatchError("duplicate_custom_id", sentence, param="custom_id")
-    if line["method"] != "POST":
-        return BatchError("invalid_method", f"method is {line['method'][:60]!r}; it must be POST", param="method")
-    if line["url"] != endpoint:
-        return BatchError("mismatched_url", f"url is {line['url'][:60]!r}; the batch's is {endpoint}", param="url")
-    for field in ("stream", "background"):
-        if line["body"].get(field):
-            return BatchError(
-                "invalid_request", f"body.{field} is set; a batch has whole answers", param=f"body.{field}"
-            )
-    return custom_id

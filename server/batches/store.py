@@ -20,21 +20,23 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from engine.config.server import ServerConfig
+from server.batches.lines import AnswerTotals, Line, output_line
 from server.errors import ApiError, BadRequest, ShuttingDown
 from server.schemas.batches import (
     BATCH_ENDED,
+    DAY,
     BatchError,
     BatchErrors,
     BatchObject,
     BatchStatus,
-    BatchUsage,
     FileObject,
     RequestCounts,
 )
@@ -59,6 +61,9 @@ CREATE INDEX IF NOT EXISTS pending_lines ON lines (batch, state, number);
 
 _USED = "SELECT COALESCE(SUM(bytes), 0), COUNT(*) FROM files WHERE owner = ?"
 _ALL_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM files"
+_ENDED = f"status IN ({', '.join(map(repr, BATCH_ENDED))})"
+_UNFINISHED = f"NOT {_ENDED}"
+"""SQL conditions of batches."""
 _LIVE = "(expires_at IS NULL OR expires_at > ?)"
 """SQL condition of files that have not expired. The parameter is the present time in seconds."""
 
@@ -134,89 +139,6 @@ def disk_errors(sentence: str) -> Iterator[None]:
         if is_full:
             raise DiskFull(f"{sentence}: {why}; try again later") from error
         raise StoreUnusable(f"{sentence}: {why}; the operator of this server finds the cause in its log") from error
-
-
-# These structs decode the token counts of an output line, in the forms of all endpoints.
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-    thinking_tokens: int = 0
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-    completion_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-    output_tokens_details: _Details | None = None
-
-
-class _Body(msgspec.Struct):
-    model: str | None = None
-    usage: _Usage | None = None
-
-
-class _Response(msgspec.Struct):
-    body: _Body | None = None
-
-
-class _OutputLine(msgspec.Struct):
-    response: _Response | None = None
-
-
-_decode_output = msgspec.json.Decoder(_OutputLine).decode
-
-
-class _Totals:
-    """Adds up the tokens of answers."""
-
-    def __init__(self) -> None:
-        self.model: str | None = None
-        self.usage = BatchUsage()
-
-    def add(self, answer: bytes) -> None:
-        try:
-            response = _decode_output(answer).response
-        except (msgspec.DecodeError, RecursionError):
-            return  # The answer reports no token counts in a known form.
-        body = (response and response.body) or _Body()
-        self.model = self.model or body.model
-        part, total = body.usage or _Usage(), self.usage
-        given = (part.prompt_tokens_details or part.input_tokens_details) or _Details()
-        written = (part.completion_tokens_details or part.output_tokens_details) or _Details()
-        cached = given.cached_tokens + part.cache_read_input_tokens
-        total.input_tokens += (
-            part.prompt_tokens + part.input_tokens + part.cache_creation_input_tokens + part.cache_read_input_tokens
-        )
-        total.output_tokens += part.completion_tokens + part.output_tokens
-        total.input_tokens_details.cached_tokens += cached
-        total.output_tokens_details.reasoning_tokens += written.reasoning_tokens + written.thinking_tokens
-        total.total_tokens = total.input_tokens + total.output_tokens
-
-
-class Line(NamedTuple):
-    """A line of a batch, to be computed. `BatchStore.content` reads it."""
-
-    number: int
-    """Number of the line in its file, from 0."""
-    custom_id: str
-    start: int
-    length: int
-
-
-class LineAt(NamedTuple):
-    """The position of a line in its file."""
-
-    start: int
-    length: int
-    custom_id: str
 
 
 class Batch(NamedTuple):
@@ -444,9 +366,9 @@ class BatchStore:
     def _delete_file(self, id: str, owner: str) -> None:
         """Delete a file if it exists. Raises `BadRequest` as `delete_file` does."""
         with self._transaction() as database:
-            marks = ", ".join("?" * len(BATCH_ENDED))
-            unfinished = f"SELECT object FROM batches WHERE owner = ? AND status NOT IN ({marks})"
-            rows = database.execute(unfinished, (owner, *BATCH_ENDED)).fetchall()
+            rows = database.execute(
+                f"SELECT object FROM batches WHERE owner = ? AND {_UNFINISHED}", (owner,)
+            ).fetchall()
             for batch in (_decode_batch(row["object"]) for row in rows):
                 if batch.input_file_id == id:
                     raise BadRequest(f"file {id} is the input of {batch.id}, which is {batch.status}; cancel it first")
@@ -463,11 +385,9 @@ class BatchStore:
                 self._delete_file(row["id"], row["owner"])
             except BadRequest:
                 continue  # An unfinished batch still reads it.
-        marks = ", ".join("?" * len(BATCH_ENDED))
-        condition = f"created_at <= ? AND status IN ({marks})"
-        if self._query(f"SELECT 1 FROM batches WHERE {condition} LIMIT 1", oldest, *BATCH_ENDED):
+        if self._query(f"SELECT 1 FROM batches WHERE created_at <= ? AND {_ENDED} LIMIT 1", oldest):
             with self._transaction() as database:
-                database.execute(f"DELETE FROM batches WHERE {condition}", (oldest, *BATCH_ENDED))
+                database.execute(f"DELETE FROM batches WHERE created_at <= ? AND {_ENDED}", (oldest,))
 
     # -- batches ------------------------------------------------------------------------------------------------
 
@@ -480,9 +400,8 @@ class BatchStore:
     def _insert_batch(
         self, database: sqlite3.Connection, batch: BatchObject, owner: str, party: str, output_seconds: int | None
     ) -> None:
-        marks = ", ".join("?" * len(BATCH_ENDED))
-        unfinished = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status NOT IN ({marks})"
-        [count] = database.execute(unfinished, (owner, *BATCH_ENDED)).fetchone()
+        counting = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND {_UNFINISHED}"
+        [count] = database.execute(counting, (owner,)).fetchone()
         if count >= MAX_UNFINISHED:
             raise NoRoom(
                 f"{count} batches of this key have not ended, the most that a key may have; "
@@ -490,8 +409,8 @@ class BatchStore:
             )
         database.execute(
             "DELETE FROM batches WHERE rowid IN (SELECT rowid FROM batches "
-            f"WHERE owner = ? AND status IN ({marks}) ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-            (owner, *BATCH_ENDED, MAX_ENDED - 1),
+            f"WHERE owner = ? AND {_ENDED} ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+            (owner, MAX_ENDED - 1),
         )
         database.execute(
             "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -528,8 +447,7 @@ class BatchStore:
 
     def unfinished(self) -> list[Batch]:
         """Return the unfinished batches of all owners, oldest first."""
-        marks = ", ".join("?" * len(BATCH_ENDED))
-        rows = self._query(f"SELECT * FROM batches WHERE status NOT IN ({marks}) ORDER BY created_at", *BATCH_ENDED)
+        rows = self._query(f"SELECT * FROM batches WHERE {_UNFINISHED} ORDER BY created_at")
         return [Batch(_decode_batch(row["object"]), row["owner"], row["party"]) for row in rows]
 
     def update(self, id: str, status: BatchStatus, **fields: Any) -> BatchObject:
@@ -551,14 +469,14 @@ class BatchStore:
                     self._counts.pop(id, None)
         return self._with_counts(batch)
 
-    def begin(self, id: str, lines: list[LineAt]) -> None:
+    def begin(self, id: str, lines: list[Line]) -> None:
         """Add the lines of a validated batch, and set its status to `in_progress`."""
         with self._transaction() as database:
             self._counts.pop(id, None)
             database.execute("DELETE FROM lines WHERE batch = ?", (id,))
             database.executemany(
-                "INSERT INTO lines (batch, number, start, length, custom_id) VALUES (?, ?, ?, ?, ?)",
-                ((id, number, *line) for number, line in enumerate(lines)),
+                "INSERT INTO lines (batch, number, custom_id, start, length) VALUES (?, ?, ?, ?, ?)",
+                ((id, *line) for line in lines),
             )
         self.update(id, "in_progress")
 
@@ -615,7 +533,7 @@ class BatchStore:
                     "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ?",
                     [(FAILED, output_line(each["custom_id"], error=why), id, each["number"]) for each in undone],
                 )
-        totals = _Totals()
+        totals = AnswerTotals()
         fields: dict[str, Any] = {"request_counts": self._with_counts(batch.object).request_counts}
         if errors is not None:
             fields["errors"] = BatchErrors(errors)
@@ -748,6 +666,54 @@ class BatchStore:
         return self._query(statement, *values, limit + 1)
 
 
+def open_store(config: ServerConfig) -> BatchStore:
+    """Open the store of a server. Raises `OSError` with a sentence if `data_dir` cannot be used.
+
+    Without `data_dir`, a folder named after the port preserves batches over restarts. Without a fixed port, or if that
+    folder cannot be written, the store is temporary.
+    """
+    if config.data_dir is not None:
+        folder = Path(config.data_dir).expanduser()
+        try:
+            store = _store_in(folder, config)
+            store.open()
+            return store
+        except OSError as error:
+            if error.strerror is None:
+                raise  # A sentence of the store's.
+            raise OSError(
+                f"data_dir is {folder}, which cannot be used: {error.strerror}; let this user write to it, or give "
+                "another directory"
+            ) from error
+    default = _folder_of_port(config.port) if config.port else None
+    if default is not None:
+        try:
+            return _store_in(default, config)
+        except OSError as error:
+            _log.warning("batches do not survive a restart, because %s", error)
+    return _store_in(None, config)
+
+
+def _folder_of_port(port: int) -> Path | None:
+    """Return the folder of a server without `data_dir`; None if this user has no home or cannot write there."""
+    states = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
+    if not os.path.isabs(states):
+        return None
+    folder = Path(states, "kaon", f"port-{port}")
+    # `Path.exists` would raise for a folder that this user may not search, such as another user's home.
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    return folder if os.access(existing, os.W_OK) else None
+
+
+def _store_in(folder: Path | None, config: ServerConfig) -> BatchStore:
+    return BatchStore(
+        folder,
+        config.max_file_bytes_per_key,
+        config.max_file_bytes_total,
+        config.file_retention_days * DAY,
+    )
+
+
 class Page(NamedTuple):
     """A page of a list, and whether more objects follow."""
 
@@ -773,14 +739,6 @@ def new_batch(
         expires_at=now + seconds,
         metadata=metadata,
     )
-
-
-def output_line(
-    custom_id: str, response: Mapping[str, Any] | None = None, error: Mapping[str, str] | None = None
-) -> bytes:
-    """Encode a line of a batch's output, without the line break."""
-    line = {"id": _new_id("batch_req"), "custom_id": custom_id, "response": response, "error": error}
-    return msgspec.json.encode(line)
 
 
 def _new_id(prefix: str) -> str:

@@ -18,8 +18,8 @@ from engine.client.core_manager import CoreManager, EngineDeadError
 from engine.config.paths import why_unreadable
 from engine.config.settings import load_config
 from server.app import create_app
-from server.batches.runner import AROUND_BODY_BYTES, MAX_LINE_BYTES, BatchRunner, read_lines
-from server.batches.store import LineAt
+from server.batches.lines import AROUND_BODY_BYTES, MAX_LINE_BYTES, Line, read_lines
+from server.batches.runner import BatchRunner
 from server.errors import NotReady
 from server.limits.keys import ApiKeys
 from server.limits.owners import ANYONE
@@ -145,7 +145,7 @@ def _located(source: str, error: BatchError) -> str:
 
 
 async def _compute(
-    app: FastAPI, max_lines: int, endpoint: str, source: Path, target: Path, pending: Sequence[LineAt]
+    app: FastAPI, max_lines: int, endpoint: str, source: Path, target: Path, pending: Sequence[Line]
 ) -> int:
     """Compute the lines, `max_lines` at a time. Returns the exit code. Raises `EngineDeadError`."""
     async with app.router.lifespan_context(app):
@@ -177,7 +177,7 @@ def _is_ready(models: Models) -> bool:
 
 
 async def _compute_lines(
-    runner: BatchRunner, max_lines: int, endpoint: str, source: Path, target: Path, pending: Sequence[LineAt]
+    runner: BatchRunner, max_lines: int, endpoint: str, source: Path, target: Path, pending: Sequence[Line]
 ) -> int:
     """Compute the lines. Returns the number of lines that failed."""
     room, failed = asyncio.Semaphore(max_lines), 0
@@ -187,7 +187,7 @@ async def _compute_lines(
         tqdm(total=len(pending), desc="Answering", unit="line", disable=None) as progress,
     ):
 
-        async def answer(line: LineAt, content: bytes) -> None:
+        async def answer(line: Line, content: bytes) -> None:
             nonlocal failed
 
             async def read(seconds: float) -> bytes:

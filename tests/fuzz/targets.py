@@ -40,7 +40,7 @@ from models.config.fields import read_generation_config
 from models.demo import CHAT_TEMPLATE_PATH, CHECKPOINT_DIR
 from models.errors import CheckpointError
 from models.lora.config import LoRAConfig
-from server.batches.runner import read_lines
+from server.batches.lines import read_lines
 from server.errors import BadRequest, InvalidApiKey
 from server.http import HttpProtocol
 from server.limits.accounts import Accounts

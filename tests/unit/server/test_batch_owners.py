@@ -6,8 +6,9 @@ from typing import Any, cast
 
 from starlette.types import Receive, Scope, Send
 
+from server.batches.lines import Line
 from server.batches.runner import BatchRunner
-from server.batches.store import BatchStore, Line
+from server.batches.store import BatchStore
 from server.limits.accounts import Accounts
 from server.limits.jobs import Jobs
 from server.limits.owners import Owner, Quotas

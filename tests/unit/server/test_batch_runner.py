@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from server.batches.runner import BatchRunner, _body
-from server.batches.store import Batch, BatchStore, Line, LineAt, new_batch
+from server.batches.lines import Line, request_body
+from server.batches.runner import BatchRunner
+from server.batches.store import Batch, BatchStore, new_batch
 from server.commands.run_batch import run as run_batch
 from server.limits.accounts import Accounts
 from server.limits.jobs import Jobs
@@ -184,7 +185,7 @@ async def test_files_of_batches_are_read_one_at_a_time_in_turns_of_owners(
 
     begin = store.begin
 
-    def begun(id: str, lines: list[LineAt]) -> None:
+    def begun(id: str, lines: list[Line]) -> None:
         nonlocal reading
         begin(id, lines)
         reading -= 1
@@ -488,6 +489,6 @@ def test_a_body_gets_the_lowest_priority_whatever_it_says() -> None:
     deep = "[" * 900 + "]" * 900
     for body in ("{}", " { } ", '{"priority": -5, "x": 1}', f'{{"x": {deep}}}'):
         line = f'{{"body": {{"x": 2}}, "custom_id": "a", "body": {body}}}'
-        read = json.loads(_body(line.encode(), CHAT))
+        read = json.loads(request_body(line.encode(), CHAT))
         assert read == {**json.loads(body), "priority": 100}
-    assert _body(b'{"body": {"x": 1}}', "/v1/unknown") == b'{"x": 1}'
+    assert request_body(b'{"body": {"x": 1}}', "/v1/unknown") == b'{"x": 1}'

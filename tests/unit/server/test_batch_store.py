@@ -18,7 +18,7 @@ from fastapi import Request
 from starlette.types import Message
 
 from engine.config.server import ServerConfig
-from server.batches.runner import MAX_LINES, Pace, open_store, read_lines
+from server.batches.lines import MAX_LINES, Pace, output_line, read_lines
 from server.batches.store import (
     Batch,
     BatchNotFound,
@@ -29,7 +29,7 @@ from server.batches.store import (
     StoreUnusable,
     disk_errors,
     new_batch,
-    output_line,
+    open_store,
 )
 from server.errors import BadRequest, ShuttingDown
 from server.limits.accounts import Accounts
@@ -133,7 +133,7 @@ def test_reading_lines_leaves_three_quarters_of_the_time_to_others(
             nonlocal now, slept, longest
             now, slept, longest = now + seconds, slept + seconds, max(longest, seconds)
 
-    monkeypatch.setattr("server.batches.runner.time", Clock())
+    monkeypatch.setattr("server.batches.lines.time", Clock())
     path = write(tmp_path / "in", *(request(str(number)) for number in range(1000)))
     lines, errors = read_lines(path, CHAT, Pace().rest)
     assert len(lines) == 1000
