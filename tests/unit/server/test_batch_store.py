@@ -182,6 +182,63 @@ def test_the_lines_of_a_running_batch_are_counted_once(tmp_path: Path, monkeypat
     assert not store._counts
 
 
+def test_lines_are_added_failed_and_deleted_in_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other keys' calls waited 0.9 s while a batch of 50,000 lines began or was cancelled."""
+    monkeypatch.setattr("server.batches.store._LINES_AT_ONCE", 2)
+    store, found = BatchStore(tmp_path / "data", 10**6), []
+    other = add_file(store, THREE, "other")
+
+    def pause(seconds: float) -> None:
+        # Another thread cannot acquire the lock if this one holds it.
+        caller = threading.Thread(target=lambda: found.append(store.file(other, "other").id), daemon=True)
+        caller.start()
+        caller.join(10)
+
+    monkeypatch.setattr("server.batches.store.time.sleep", pause)
+    five = b"".join(json.dumps(request(name)).encode() + b"\n" for name in "abcde")
+    batch = add_batch(store, five, tmp_path)
+    assert found == [other] * 2
+    store.record(batch.object.id, 2, output_line("c"), succeeded=True)
+    store.finish(batch, "cancelled")
+    assert found == [other] * 6  # Four lines failed, five were deleted.
+    ended = store.batch(batch.object.id, "me")
+    assert (ended.request_counts.total, ended.request_counts.failed) == (5, 4)
+    assert not store._query("SELECT * FROM lines")
+    assert len(store.path(str(ended.error_file_id), "me").read_text().splitlines()) == 4
+
+
+def test_the_lines_of_a_batch_are_not_counted_before_all_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.batches.store._LINES_AT_ONCE", 1)
+    store, seen = BatchStore(tmp_path / "data", 10**6), []
+
+    def pause(seconds: float) -> None:
+        seen.append(store.batches("me", "batch", None, 1).data[0].request_counts.total)
+
+    monkeypatch.setattr("server.batches.store.time.sleep", pause)
+    batch = add_batch(store, THREE, tmp_path)
+    assert seen == [0, 0, 0]
+    assert store.batch(batch.object.id, "me").request_counts.total == 3
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_lines_that_a_killed_server_left_to_an_ended_batch_are_deleted(
+    is_deleted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = BatchStore(tmp_path / "data", 10**6)
+    live, ended = (add_batch(killed, THREE, tmp_path) for _ in range(2))
+    monkeypatch.setattr(killed, "_delete_lines", lambda id: None)
+    killed.finish(ended, "cancelled")
+    if is_deleted:
+        killed.delete_batch(ended.object.id, "me")
+    killed._lock_file.close()  # type: ignore[union-attr]  # as the system does
+
+    store = BatchStore(tmp_path / "data", 10**6)
+    assert {row["batch"] for row in store._query("SELECT batch FROM lines")} == {live.object.id}
+    assert store.batch(live.object.id, "me").request_counts.total == 3
+
+
 # -- a batch's life ---------------------------------------------------------------------------------------------
 
 
