@@ -247,9 +247,9 @@ def _gpu_error() -> str | None:
     return None
 
 
-def _has_nvidia(root: Path = Path("/dev")) -> bool:
+def _has_nvidia() -> bool:
     """Whether there is an NVIDIA device file; in a container with one GPU of several it may have any number."""
-    return any(root.glob("nvidia[0-9]*"))
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _shared_memory(folder: Path = Path("/dev/shm")) -> float | None:
@@ -267,10 +267,11 @@ def _has_numa_balancing(root: Path = Path("/proc/sys/kernel")) -> bool:
         return False
 
 
-def _closed_devices(root: Path = Path("/dev")) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _closed_devices() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """AMD's device files that this user may not open, and the groups that may."""
-    nodes = [node for node in (root / "kfd", *sorted(root.glob("dri/renderD*"))) if node.exists()]
-    if not (root / "kfd").exists():
+    kfd = Path("/dev/kfd")
+    nodes = [node for node in (kfd, *sorted(Path("/dev/dri").glob("renderD*"))) if node.exists()]
+    if not kfd.exists():
         return (), ()
     closed = [node for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
     return tuple(str(node) for node in closed), tuple(dict.fromkeys(_group(node) for node in closed))

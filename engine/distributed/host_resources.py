@@ -155,9 +155,9 @@ def physical_cores(allowed: Collection[int], root: Path = Path("/")) -> list[tup
     return [cores[first] for first in sorted(cores)]
 
 
-def num_nodes(root: Path = Path("/")) -> int:
+def num_nodes() -> int:
     """Return the number of NUMA nodes of this host."""
-    return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
+    return max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
 
 
 def _widest_node(cores: list[tuple[int, ...]], root: Path) -> tuple[int | None, list[tuple[int, ...]]]:

@@ -119,12 +119,10 @@ class Sentinel:
         parallel: TensorParallel,
         device_batch: DeviceBatch,
         interval: int,
-        *,
-        budget: float = _BUDGET,
     ) -> None:
-        """`interval`: decode steps between two comparisons. `budget`: see `_BUDGET`."""
+        """`interval`: decode steps between two comparisons."""
         self._parallel, self._device_batch = parallel, device_batch
-        self._interval, self._budget = interval, budget
+        self._interval, self._budget = interval, _BUDGET
         self.backend = backend
         """The layers whose attention is observed."""
         modules = list(cast(nn.Module, model).modules())

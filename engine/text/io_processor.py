@@ -339,13 +339,13 @@ class InputOutputProcessor:
         except ValueError as error:
             raise InvalidRequest(str(error), "chat_template") from error
 
-    def detokenize(self, token_ids: list[int], field: str = "tokens") -> str:
+    def detokenize(self, token_ids: list[int]) -> str:
         """Return the text of `token_ids`, including special tokens. Raises `InvalidRequest`."""
         if len(token_ids) > self._context:
             raise InvalidRequest(
-                f"{field} holds {len(token_ids)} token ids; it may hold {self._context}, the model's context", field
+                f"tokens holds {len(token_ids)} token ids; it may hold {self._context}, the model's context", "tokens"
             )
-        self._check_token_ids(token_ids, field)
+        self._check_token_ids(token_ids, "tokens")
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def postprocess(self, completed: Iterable[RequestState]) -> dict[int, RequestResult]:

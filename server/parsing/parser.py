@@ -20,6 +20,9 @@ from server.schemas.chat import (
     CalledFunction,
 )
 
+_LONGEST_WORD = 256
+"""Most characters of a name that `Feed.take_word` reads."""
+
 
 class TextPart(msgspec.Struct, frozen=True):
     """A further piece of the answer's content."""
@@ -184,13 +187,13 @@ class Feed:
                 return False
         return True
 
-    def take_word(self, pattern: re.Pattern[str], longest: int = 256) -> Waiting[str]:
-        """Read and return the longest match of `pattern`, a repeated class of characters; empty if it exceeds
-        `longest`."""
+    def take_word(self, pattern: re.Pattern[str]) -> Waiting[str]:
+        """Read and return the longest match of `pattern`, a repeated class of characters; empty if it is longer than
+        `_LONGEST_WORD`."""
         while True:
             match = pattern.match(self.text, self.at)
             end = match.end() if match is not None else self.at
-            if end - self.at > longest:
+            if end - self.at > _LONGEST_WORD:
                 return ""
             if end < len(self.text) or not (yield from self.more()):
                 return self.take(end - self.at)

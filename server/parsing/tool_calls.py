@@ -419,11 +419,9 @@ def call_object(lark: LarkWriter, functions: Sequence[Function], key: str, openi
     return f"{lark.spelled(opening)} {lark.any_of(calls)} {lark.spelled('}')}"
 
 
-def call_list(
-    lark: LarkWriter, functions: Sequence[Function], once: bool, key: str, opening: str = '{"name": "'
-) -> str:
-    """Write an expression for a list of such calls; of exactly one with `once`."""
-    call = lark.rule(call_object(lark, functions, key, opening))
+def call_list(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """Write an expression for a list of calls with their arguments under `arguments`; of exactly one with `once`."""
+    call = lark.rule(call_object(lark, functions, "arguments"))
     further = "" if once else f"({lark.spelled(', ')} {call})*"
     return f"{lark.spelled('[')} {call} {further} {lark.spelled(']')}"
 

@@ -273,7 +273,7 @@ async def score(http: Request) -> Response:
                     processor.pair(
                         queries[first],
                         document,
-                        _item("text_2", index, len(documents)),
+                        "text_2" if len(documents) == 1 else f"text_2[{index}]",
                         instruction=request.instruction,
                         longest=longest,
                     )
@@ -294,10 +294,6 @@ async def score(http: Request) -> Response:
         )
 
     return await call.answer(write)
-
-
-def _item(field: str, index: int, count: int) -> str:
-    return field if count == 1 else f"{field}[{index}]"
 
 
 _RERANK_EXAMPLE = {"query": "The capital of France", "documents": ["Paris", "London"], "top_n": 1}

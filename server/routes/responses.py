@@ -183,7 +183,7 @@ async def retrieve_response(http: Request, response_id: str) -> Response:
     start = 0
     if "starting_after" in http.query_params:
         start = query_integer(http, "starting_after", 0, low=0, high=_MAX_NUMBER) + 1
-    if not _boolean(http, "stream"):
+    if not _wants_stream(http):
         if start:
             raise BadRequest("starting_after is set; it needs stream to be true", param="starting_after")
         return json_response(*stored.body())
@@ -246,8 +246,9 @@ def _serving(http: Request) -> ResponsesService:
     return ResponsesService.of(http.app)
 
 
-def _boolean(http: Request, name: str) -> bool:
-    text = http.query_params.get(name, "false").lower()
+def _wants_stream(http: Request) -> bool:
+    """Parse the query parameter `stream`. Raises `BadRequest`."""
+    text = http.query_params.get("stream", "false").lower()
     if text not in ("true", "false", "1", "0"):
-        raise BadRequest(f"{name} is {text[:60]!r}; it must be true or false", param=name)
+        raise BadRequest(f"stream is {text[:60]!r}; it must be true or false", param="stream")
     return text in ("true", "1")

@@ -115,7 +115,7 @@ def _register(
 
     def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
         """An expression for a list after its opening marker."""
-        return f"{call_list(lark, functions, once, 'arguments')} {lark.spelled(end)}"
+        return f"{call_list(lark, functions, once)} {lark.spelled(end)}"
 
     TOOL_DIALECTS.register(name)(
         ToolDialect(

@@ -117,7 +117,7 @@ class XlamParser(CallObjectParser):
 TOOL_DIALECTS.register("xlam")(
     ToolDialect(
         XlamParser,
-        lambda lark, functions, once: call_list(lark, functions, once, "arguments"),
+        call_list,
         detect=lambda signs: '[{"name": "tool_call_name", "arguments":' in signs.template,
         opening="[",
     )

@@ -52,11 +52,6 @@ class MistralParser(CallObjectParser):
         return None
 
 
-def list_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """Write an expression for a list of calls after its marker."""
-    return call_list(lark, functions, once, "arguments")
-
-
 def named_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
     """Write an expression for a call after its marker, with the marker in front of its arguments."""
     return lark.any_of(f"{lark.spelled(each.name + ARGUMENTS)} {lark.json(each.schema)}" for each in functions)
@@ -75,7 +70,7 @@ TOOL_DIALECTS.register("mistral_args")(
 TOOL_DIALECTS.register("mistral")(
     ToolDialect(
         MistralParser,
-        list_calls,
+        call_list,
         detect=lambda signs: BEGIN in signs.template,
         trigger=BEGIN,
         markers=(BEGIN, ARGUMENTS, CALL_ID),
