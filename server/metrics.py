@@ -357,18 +357,18 @@ class Metrics:
 
     def first_token(self, state: RequestState) -> None:
         """Record a request's first token."""
-        self._prompt_tokens.inc(state.num_prompt_tokens)
-        self._prompt_length.observe(state.num_prompt_tokens)
         self._ttft.observe(state.ttft)
+        self.prompt_computed(state)
+
+    def prompt_computed(self, state: RequestState) -> None:
+        """Record that the prompt of a request was computed."""
+        self._count_prompt(state)
         if state.queue_time is not None:
             self._queue_time.observe(state.queue_time)
 
-    def pooled(self, state: RequestState) -> None:
-        """Record that a request's prompt was pooled."""
+    def _count_prompt(self, state: RequestState) -> None:
         self._prompt_tokens.inc(state.num_prompt_tokens)
         self._prompt_length.observe(state.num_prompt_tokens)
-        if state.queue_time is not None:
-            self._queue_time.observe(state.queue_time)
 
     def received(self, count: int) -> None:
         """Count received requests. Each is later reported exactly once, as rejected or as finished."""
@@ -405,8 +405,7 @@ class Metrics:
         self._by_model.labels(model).inc()
         if reason == "length" and not state.token_ids:
             # The request generated no token, so `first_token` has not counted the prompt.
-            self._prompt_tokens.inc(state.num_prompt_tokens)
-            self._prompt_length.observe(state.num_prompt_tokens)
+            self._count_prompt(state)
         self._output_length.observe(len(state.token_ids))
         self._duration.observe(state.last_time - state.arrival_time)
         if len(state.token_ids) > 1:
@@ -671,20 +670,7 @@ class ReplicaMetrics:
         labels: dict[str, str],
     ) -> None:
         """The metrics are shared by all replicas; `labels` select this replica's samples."""
-        (
-            self._serving,
-            self._running,
-            self._waiting,
-            self._kv_usage,
-            self._kv_blocks,
-            self._block_tokens,
-            self._memory,
-            self._gpu_memory,
-            self._gpu_memory_total,
-        ) = _children(gauges, _GAUGES, labels)
-        self._generation_tokens, self._restarts, self._resumed = _children(counters, _COUNTERS, labels)
-        since_start = [(name, text) for name, text, _ in _SINCE_CORE_START]
-        self._since_core_start = _children(counters, since_start, labels)
+        self._gauges, self._counters = _children(gauges, labels), _children(counters, labels)
         self._by_position, self._labels = by_position, labels
         self._stats = self._published = _NO_STATS
         """The latest stats, and the stats at the last `publish`."""
@@ -711,23 +697,23 @@ class ReplicaMetrics:
 
         `died`: whether it replaces a core that died; otherwise the core was ended on purpose.
         """
-        self._restarts.inc(died)
-        self._resumed.inc(resumed)
+        self._counters["kaon_core_restarts_total"].inc(died)
+        self.requests_moved(resumed)
         self._publish_counts()
         self._stats = self._published = _NO_STATS
 
     def requests_moved(self, resumed: int) -> None:
         """Record that this replica continues `resumed` requests of another one."""
-        self._resumed.inc(resumed)
+        self._counters["kaon_requests_resumed_total"].inc(resumed)
 
     def show_serving(self, is_serving: Callable[[], bool]) -> None:
         """Register `is_serving`, which is called at each scrape and returns whether the core is ready."""
         self._is_serving = is_serving
-        self._serving.set_function(is_serving)
+        self._gauges["kaon_core_serving"].set_function(is_serving)
 
     def show_pid(self, pid: Callable[[], int | None]) -> None:
         """Register `pid`, which is called at each scrape and returns the core's process id; None on another host."""
-        self._memory.set_function(lambda: resident_bytes(pid()))
+        self._gauges["kaon_core_resident_memory_bytes"].set_function(lambda: resident_bytes(pid()))
 
     def show_model(self, model: Callable[[], ModelInfo | None]) -> None:
         """Register `model`, which is called at each scrape and returns the loaded model, or None while it loads."""
@@ -741,22 +727,26 @@ class ReplicaMetrics:
     def publish(self) -> None:
         """Update the samples of this replica."""
         stats, model = self.stats, self._model()
+        values = {
+            "kaon_requests_running": stats.num_running,
+            "kaon_requests_waiting": stats.num_waiting,
+            "kaon_kv_cache_usage_ratio": stats.kv_blocks_used / max(1, stats.kv_blocks_total),
+            "kaon_gpu_memory_bytes": stats.device_memory or math.nan,
+            "kaon_gpu_memory_total_bytes": stats.device_memory_total or math.nan,
+        }
         if model is not None:
-            self._kv_blocks.set(model.num_kvcache_blocks)
-            self._block_tokens.set(model.block_size)
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
-        self._gpu_memory.set(stats.device_memory or math.nan)
-        self._gpu_memory_total.set(stats.device_memory_total or math.nan)
+            values["kaon_kv_cache_blocks"] = model.num_kvcache_blocks
+            values["kaon_kv_cache_block_tokens"] = model.block_size
+        for name, value in values.items():
+            self._gauges[name].set(value)
         self._publish_counts()
-        self._generation_tokens.inc(self._generated_tokens)
+        self._counters["kaon_generation_tokens_total"].inc(self._generated_tokens)
         self._generated_tokens = 0
         self._observe_steps()
 
     def _publish_counts(self) -> None:
-        for counter, (_, _, field) in zip(self._since_core_start, _SINCE_CORE_START, strict=True):
-            counter.inc(getattr(self._stats, field) - getattr(self._published, field))
+        for name, _, field in _SINCE_CORE_START:
+            self._counters[name].inc(getattr(self._stats, field) - getattr(self._published, field))
         before = dict(enumerate(self._published.accepted_by_position))
         for position, count in enumerate(self._stats.accepted_by_position):
             counter = self._by_position.labels(**self._labels, position=str(position))
@@ -778,6 +768,6 @@ def resident_bytes(pid: int | None) -> float:
         return math.nan
 
 
-def _children(metrics: dict[str, _Metric], table: Sequence[tuple[str, str]], labels: dict[str, str]) -> list[_Metric]:
-    """Return the metrics of `table`, in its order, with these labels."""
-    return [metrics[name].labels(**labels) if labels else metrics[name] for name, _ in table]
+def _children(metrics: dict[str, _Metric], labels: dict[str, str]) -> dict[str, _Metric]:
+    """Return the metrics with these labels, by name."""
+    return {name: metric.labels(**labels) for name, metric in metrics.items()} if labels else metrics

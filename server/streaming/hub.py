@@ -192,7 +192,7 @@ class Hub:
             self.metrics.first_token(state)
             self.admission.first_output(state.request_id)
         elif state.vector is not None:
-            self.metrics.pooled(state)
+            self.metrics.prompt_computed(state)
             self.admission.first_output(state.request_id)
         if delta.finished:
             del self._live[state.request_id]
