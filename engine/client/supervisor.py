@@ -64,7 +64,7 @@ class CoreLink:
         """
         self._core = core
         self._name = name
-        self._wire: CoreTransport | None = None
+        self._transport: CoreTransport | None = None
         self.is_connected = False
         """Whether the core has been ready."""
         self.completed_steps = False
@@ -72,7 +72,7 @@ class CoreLink:
         self.reported_failure: Failed | None = None
         """Reason for its end, if the core has reported one."""
         try:
-            self._wire = core.open_transport(context)
+            self._transport = core.open_transport(context)
             core.start()
         except BaseException:
             self.close()
@@ -84,10 +84,10 @@ class CoreLink:
         return self._core.pid
 
     @property
-    def wire(self) -> CoreTransport:
+    def transport(self) -> CoreTransport:
         """The sockets to the core."""
-        assert self._wire is not None
-        return self._wire
+        assert self._transport is not None
+        return self._transport
 
     @property
     def waits_for_host(self) -> bool:
@@ -97,23 +97,23 @@ class CoreLink:
     @property
     def descriptors(self) -> tuple[int, int]:
         """Return two descriptors: the first is readable when messages may wait, the second when the core is gone."""
-        return self.wire.descriptor, self._core.lifeline.fileno()
+        return self.transport.descriptor, self._core.lifeline.fileno()
 
     def register(self, poller: zmq.Poller) -> None:
         """Register the core at `poller`, which wakes up for a message or when the core is gone."""
-        self.wire.register(poller)
+        self.transport.register(poller)
         poller.register(self._core.lifeline, zmq.POLLIN)
 
     def receive(self) -> Outbound | None:
         """Return the next received message; None if there is none."""
-        assert self._wire is not None
-        frame = self._wire.receive()
+        assert self._transport is not None
+        frame = self._transport.receive()
         if frame is None:
             return None
         message: Outbound = _decoder.decode(frame)
         match message:
             case Ready():
-                self.wire.connected()
+                self.transport.connected()
                 self._core.connected()
                 self.is_connected = True
             case Failed():
@@ -131,7 +131,9 @@ class CoreLink:
         if messages:
             # One frame: the send of each releases the interpreter's lock, which a computing thread then holds for a
             # while, so that the event loop would wait that long for each of a request's sequences.
-            self.wire.send(_encoder.encode([msgspec.Raw(_encoder.encode(each)) for each in share_tables(messages)]))
+            self.transport.send(
+                _encoder.encode([msgspec.Raw(_encoder.encode(each)) for each in share_tables(messages)])
+            )
 
     @property
     def is_gone(self) -> bool:
@@ -146,7 +148,7 @@ class CoreLink:
         """Wait a moment for the last message of a core that exited by itself for an unknown reason. Returns whether
         one was received."""
         is_known = self.reported_failure is not None or self._core.why_gone() is not None
-        return exit_code >= 0 and not is_known and self.wire.poll(_LAST_MESSAGE_MS)
+        return exit_code >= 0 and not is_known and self.transport.poll(_LAST_MESSAGE_MS)
 
     def why_ended(self, exit_code: int) -> Failed:
         """Return why the core ended: the reason that it reported, or its exit code or signal."""
@@ -178,8 +180,8 @@ class CoreLink:
     def close(self, why: str = "") -> None:
         """End the process within seconds, and free its resources. `why` as in `CoreHandle.stop`."""
         self._core.stop(_END_SECONDS if self.is_connected else 0.0, why)
-        if self._wire is not None:
-            self._wire.close()
+        if self._transport is not None:
+            self._transport.close()
 
     def _named(self, failure: Failed) -> Failed:
         """Add the name of this core to a failure, if there are several cores and it is no mistake of the user."""
@@ -389,7 +391,7 @@ class Supervisor:
         if messages and self.is_serving:
             link = self._links[0]
             link.send(messages)
-            if self._loop is not None and link.wire.is_one_socket and not self._loop.is_closed():
+            if self._loop is not None and link.transport.is_one_socket and not self._loop.is_closed():
                 self._loop.call_soon(self._receive)
 
     def note_work(self) -> None:
@@ -458,7 +460,7 @@ class Supervisor:
     def next_poll(self) -> float:
         """Time, on the monotonic clock, at which to `poll` even without a message; infinite: only after a message."""
         start = math.inf if self._start_at is None else self._start_at
-        checks = self._watches or self.awaits_host
+        checks = self._is_watched or self.awaits_host
         return min(start, time.monotonic() + self._watchdog.interval) if checks else start
 
     def poll(self) -> None:
@@ -468,7 +470,7 @@ class Supervisor:
             self._receive()
             if self._links and link.is_gone:
                 self._on_gone()
-            elif self._watches:
+            elif self._is_watched:
                 self._check_progress()
             elif self.awaits_host:
                 self._watchdog.note_progress()
@@ -519,21 +521,23 @@ class Supervisor:
     # -- cores that hang ----------------------------------------------------------------------------------------
 
     @property
-    def _watches(self) -> bool:
-        return (self.is_serving and self._keeper.has_work) or self._starts_again
+    def _is_watched(self) -> bool:
+        """Whether the core must make progress: it has work, or it is starting within a time limit."""
+        return (self.is_serving and self._keeper.has_work) or self._has_start_limit
 
     @property
-    def _starts_again(self) -> bool:
-        """Whether a restarted core is starting. The start of the first core has no time limit."""
-        return self._starts and not self._links[0].waits_for_host
+    def _has_start_limit(self) -> bool:
+        """Whether a restarted core is starting on a host that has joined. The start of the first core has no limit."""
+        return self._is_restarting and not self._links[0].waits_for_host
 
     @property
     def awaits_host(self) -> bool:
         """Whether a restarted core waits until its host joins, which has no time limit."""
-        return self._starts and self._links[0].waits_for_host
+        return self._is_restarting and self._links[0].waits_for_host
 
     @property
-    def _starts(self) -> bool:
+    def _is_restarting(self) -> bool:
+        """Whether a core that replaces another one has not been ready yet."""
         return self._served and self._stalled is None and bool(self._links) and not self._links[0].is_connected
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -543,7 +547,7 @@ class Supervisor:
         loop.call_later(self._watchdog.interval, self._watch, loop)
         self._receive()
         # An idle core need not make progress, but a stopped one could not compute the next request.
-        if self._watches or (self.is_serving and self._links[0].stopped_process() is not None):
+        if self._is_watched or (self.is_serving and self._links[0].stopped_process() is not None):
             self._check_progress()
         else:
             self._watchdog.note_progress()
@@ -560,7 +564,7 @@ class Supervisor:
     def _check_progress(self) -> None:
         """Kill a stalled core after it has logged its threads' stacks."""
         link = self._links[0]
-        grace = 2 * self._first_start_seconds if self._starts_again else 0.0
+        grace = 2 * self._first_start_seconds if self._has_start_limit else 0.0
         if self._keeper.waits_for_peers:
             # The core that this one waits for must be killed first, so that only its requests are suspected.
             grace += self._config.stall_timeout

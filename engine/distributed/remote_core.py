@@ -72,7 +72,7 @@ class RemoteCore:
         self.join_by = join_by
         self.pid = -1
         self._launch, self._endpoint, self._name = launch, endpoint, name
-        self._wire = RemoteTransport(endpoint.socket, launch.front_end.name)
+        self._transport = RemoteTransport(endpoint.socket, launch.front_end.name)
         self._host: str | None = None
         self._end: CoreEnded | None = None
         self._failure: Failed | None = None
@@ -100,7 +100,7 @@ class RemoteCore:
 
     def open_transport(self, context: "zmq.Context[zmq.Socket[bytes]]") -> RemoteTransport:
         """See `CoreHandle`."""
-        return self._wire
+        return self._transport
 
     def start(self) -> None:
         """See `CoreHandle`. The core starts when its host has joined."""
@@ -122,7 +122,7 @@ class RemoteCore:
             return Failed(f"{self.title}: {self._end.error}", usage=True)
         if self._end.exit_code != LOST_FRONT_END:
             return None
-        if self._wire.has_called:
+        if self._transport.has_called:
             return Failed(f"{self.title} lost its connection to this server", killed=True)
         where = self._endpoint.calling.removeprefix("tcp://")
         return Failed(f"{self.title} does not reach {where}; open that port to the hosts", usage=True)

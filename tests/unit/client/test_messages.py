@@ -121,7 +121,7 @@ def test_messages_that_are_sent_together_are_one_frame() -> None:
     """Each frame is a call that releases the interpreter's lock, and waits for it while other threads compute."""
     sent: list[bytes] = []
     link = CoreLink.__new__(CoreLink)
-    link._wire = cast(CoreTransport, SimpleNamespace(send=sent.append))
+    link._transport = cast(CoreTransport, SimpleNamespace(send=sent.append))
     messages = [AddRequest(each, [1], SamplingParams()) for each in range(128)]
     link.send(messages)
     (frame,) = sent
