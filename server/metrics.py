@@ -126,6 +126,7 @@ REJECT_REASONS = (
     "queue_tokens",
     "key",
     "jobs",
+    "logprobs",
     "quota",
     "timeout",
     "draining",

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Self
+from typing import NamedTuple, NoReturn, Self
 
 from starlette.requests import ClientDisconnect
 
@@ -293,7 +293,7 @@ class Admission:
         refused = self._refusal(owner, sequences, 1)
         if refused is not None:
             self._metrics.received(sequences)
-            self._refuse(owner, *refused, sequences)
+            self.refuse(owner, *refused, sequences)
 
     @contextmanager
     def waiting(self, owner: Owner) -> Iterator[None]:
@@ -320,7 +320,7 @@ class Admission:
         self._metrics.received(sequences)
         refused = self._refusal(owner, sequences, tokens)
         if refused is not None:
-            self._refuse(owner, *refused, sequences)
+            self.refuse(owner, *refused, sequences)
         self._forecast.admitted(self._clock(), sequences, owner.party)
         self.accounts.change(owner.party, "requests", 1)
         tally = self.accounts.tally(owner)
@@ -402,7 +402,8 @@ class Admission:
             return "queue_tokens", Overloaded(sentence, "tokens", self._seconds(owner, owners, sequences, tokens))
         return None
 
-    def _refuse(self, owner: Owner, reason: str, error: Overloaded, sequences: int) -> None:
+    def refuse(self, owner: Owner, reason: str, error: Overloaded, sequences: int) -> NoReturn:
+        """Count a request as refused for `reason`, and raise `error`."""
         self._metrics.rejected(reason, sequences)
         self.accounts.tally(owner).refused += 1
         raise error

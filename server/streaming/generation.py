@@ -18,14 +18,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.config.config import Config
-from engine.messages import AddRequest
+from engine.messages import AddRequest, TokenLogprobs
 from engine.text.io_processor import NewSequence
 from engine.text.request_state import RequestDelta, RequestState
 from server.access_log import RequestFacts, facts_of
-from server.errors import ApiError, BadRequest, EngineError, RequestTimeout, SlowReader
+from server.errors import ApiError, BadRequest, EngineError, Overloaded, RequestTimeout, SlowReader
 from server.limits.owners import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
-from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult, num_logprobs
+from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult, logprob_bytes, num_logprobs
 from server.streaming.resumable import ResumableStreams
 from server.streaming.sse import PIECE_BYTES, EventStream, Renderer, encode, in_slices, json_response, while_connected
 
@@ -47,6 +47,12 @@ _MAX_REPEATED_LOGPROBS = 2**20
 _MAX_UNREAD_BYTES = 2**29
 """Unread bytes of all streams, beyond which a stream that grows is ended if its owner holds an equal part of them.
 They add up: a stream that is paused or complete holds no slot of the engine, so that another one runs."""
+
+_MAX_LOGPROB_BYTES = 2**29
+"""Bytes of log probabilities of all answers that are not complete, beyond which further ones are refused, and those
+that grow are ended, if their owner holds an equal part of them."""
+
+_LOGPROBS_RETRY_SECONDS = 1.0
 
 _MANY_LOGPROBS = 4096
 """More log probabilities are rendered in a thread, so that other streams continue meanwhile."""
@@ -91,9 +97,16 @@ class Generation:
                 "at a time",
                 param="logprobs",
             )
-        params = sequences[0].request.sampling_params
-        has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
-        self._may_be_large = has_logprobs or len(sequences) > MANY_SEQUENCES
+        firsts = [sequence.request for sequence in sequences[:: self._num_choices]]
+        params = firsts[0].sampling_params
+        self._prompt_logprob_bytes = 0
+        if (alternatives := params.prompt_logprobs) is not None:
+            num_tokens = sum(len(each.prompt_token_ids) for each in firsts)
+            self._prompt_logprob_bytes = logprob_bytes(num_tokens, alternatives)
+        self._logprob_bytes = 0
+        """Bytes of log probabilities that are counted as the owner's."""
+        self._has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        self._may_be_large = self._has_logprobs or len(sequences) > MANY_SEQUENCES
         self._hub = hub
         self._settings = config.server_config
         self._sequences = sequences
@@ -127,11 +140,14 @@ class Generation:
             if held_by is not None:
                 return held_by.begin(renderer.head.id, self._owner, self.events(renderer), self.end, self._facts)
             return EventStream(self.events(renderer), self.end, renderer.ping)
-        await self.complete(renderer.head.id, http)
-        if self._may_be_large:
-            content = await self._render(lambda: encode(in_slices(self.whole(renderer))), self._states)
-        else:
-            content = encode(self.whole(renderer))
+        try:
+            await self.complete(renderer.head.id, http)
+            if self._may_be_large:
+                content = await self._render(lambda: encode(in_slices(self.whole(renderer))), self._states)
+            else:
+                content = encode(self.whole(renderer))
+        finally:
+            self._release_logprobs()
         return json_response(content)
 
     async def complete(self, id: str, http: Request | None = None) -> list[RequestState]:
@@ -139,11 +155,12 @@ class Generation:
 
         Raises `Overloaded` and other `ApiError`s, and `ClientDisconnect` if the client of `http` disconnects.
         """
-        if http is not None:
+        if http is None:
+            results = WholeResult(len(self._states))
+        else:
             self._facts = facts_of(http.scope)
-        most = math.inf if http is None else _MAX_ANSWER_LOGPROBS
-        results = WholeResult(len(self._states), most, self._on_many_logprobs)
-        self._begin(id, results)
+            results = WholeResult(len(self._states), self._count_logprobs(), lambda: self._hub.cancel(self._states))
+        self._begin(id, results, holds_logprobs=http is not None and self._has_logprobs)
         try:
             async with nullcontext() if http is None else while_connected(http.receive):
                 await results.wait()
@@ -185,7 +202,8 @@ class Generation:
         for state in self._states:
             state.logprobs = None  # The events have them, and nothing else needs them.
         stream = self._new_stream()
-        self._begin(renderer.head.id, stream)
+        holds_logprobs = self._prompt_logprob_bytes > 0 or (renderer.repeats_logprobs and self._has_logprobs)
+        self._begin(renderer.head.id, stream, holds_logprobs=holds_logprobs)
         return self._events(renderer, stream)
 
     async def _events(self, renderer: Renderer, stream: DeltaStream) -> AsyncGenerator[bytes, None]:
@@ -199,6 +217,7 @@ class Generation:
                     num_repeated += sum(num_logprobs(delta.logprobs) for delta in deltas.values())
                     if num_repeated > _MAX_REPEATED_LOGPROBS:
                         raise _many_logprobs("stream", _MAX_REPEATED_LOGPROBS)
+                    self._hold_logprobs(sum(_logprob_bytes_of(delta.logprobs or ()) for delta in deltas.values()))
                 if self._may_be_large:
                     # The events that end a choice repeat its log probabilities.
                     num_again = num_repeated if any(delta.finished for delta in deltas.values()) else 0
@@ -264,8 +283,11 @@ class Generation:
 
     # -- begin and end ------------------------------------------------------------------------------------------
 
-    def _begin(self, id: str, consumer: Consumer) -> None:
-        """Submit the sequences if they are admitted. Raises an `ApiError`, and then nothing has changed."""
+    def _begin(self, id: str, consumer: Consumer, *, holds_logprobs: bool = False) -> None:
+        """Submit the sequences if they are admitted. Raises an `ApiError`, and then nothing has changed.
+
+        `holds_logprobs`: whether log probabilities stay in memory until the answer is complete.
+        """
         hub, count = self._hub, len(self._states)
         seconds = self._arrival_time + self._timeout - time.monotonic()
         if seconds <= 0:
@@ -273,11 +295,21 @@ class Generation:
             hub.metrics.rejected("timeout", count)
             raise RequestTimeout.after(self._timeout)
         self._submit_time = time.monotonic()
-        tally = hub.admission.admit(self._owner, self._queued_tokens)
+        if holds_logprobs:
+            try:
+                self._hold_logprobs(self._prompt_logprob_bytes)
+            except Overloaded as error:
+                hub.metrics.received(count)
+                hub.admission.refuse(self._owner, "logprobs", error, count)
         try:
-            hub.submit(self._sequences, self._queued_tokens, consumer, tally)
+            tally = hub.admission.admit(self._owner, self._queued_tokens)
+            try:
+                hub.submit(self._sequences, self._queued_tokens, consumer, tally)
+            except BaseException:
+                hub.admission.release(self._owner)
+                raise
         except BaseException:
-            hub.admission.release(self._owner)
+            self._release_logprobs()
             raise
         self._id = id
         if seconds < math.inf:
@@ -288,10 +320,45 @@ class Generation:
         if self._hub.cancel(self._states, "timeout"):
             consumer.fail(RequestTimeout.after(self._timeout))
 
-    def _on_many_logprobs(self, results: Consumer) -> None:
-        """End the sequences, whose log probabilities have reached the bound."""
-        self._hub.cancel(self._states)
-        results.fail(_many_logprobs("answer", _MAX_ANSWER_LOGPROBS, ", or for a stream"))
+    def _count_logprobs(self) -> Callable[[Sequence[TokenLogprobs]], None]:
+        """Return a function that counts further log probabilities of a whole answer. It raises an `ApiError` if the
+        answer has too many, or if all answers have."""
+        count = 0
+
+        def add(positions: Sequence[TokenLogprobs]) -> None:
+            nonlocal count
+            count += num_logprobs(positions)
+            if count > _MAX_ANSWER_LOGPROBS:
+                raise _many_logprobs("answer", _MAX_ANSWER_LOGPROBS, ", or for a stream")
+            self._hold_logprobs(_logprob_bytes_of(positions))
+
+        return add
+
+    def _hold_logprobs(self, num_bytes: int) -> None:
+        """Count `num_bytes` more log probabilities until `_release_logprobs`.
+
+        Raises `Overloaded`, and counts none of this answer any more, if all answers that are not complete hold too
+        many, and this owner its equal part of them. An answer that is the only one may have more: otherwise it would
+        never be complete.
+        """
+        accounts, party = self._hub.admission.accounts, self._owner.party
+        accounts.change(party, "logprob_bytes", num_bytes)
+        self._logprob_bytes += num_bytes
+        total = accounts.total("logprob_bytes")
+        if total > self._logprob_bytes and accounts.is_crowded_by(party, "logprob_bytes", _MAX_LOGPROB_BYTES):
+            own, num_owners = accounts.used(party, "logprob_bytes"), len(accounts.users("logprob_bytes"))
+            self._release_logprobs()
+            raise Overloaded(
+                f"the log probabilities of answers that are not complete have {total} bytes, {own} of them of this "
+                f"key or address, and this server holds about {_MAX_LOGPROB_BYTES}, shared among {num_owners}; ask "
+                "for fewer tokens, choices or alternatives at a time",
+                "tokens",
+                _LOGPROBS_RETRY_SECONDS,
+            )
+
+    def _release_logprobs(self) -> None:
+        self._hub.admission.accounts.change(self._owner.party, "logprob_bytes", -self._logprob_bytes)
+        self._logprob_bytes = 0
 
     @property
     def _is_crowded(self) -> bool:
@@ -324,6 +391,7 @@ class Generation:
         id, self._id = self._id, None
         if self._stream is not None:
             self._stream.close()
+            self._release_logprobs()
             self._stream = None  # It refers to this object: the two would wait for a garbage collection.
         if self._deadline is not None:
             self._deadline.cancel()
@@ -346,6 +414,10 @@ def _many_logprobs(what: str, most: int, remedy: str = "") -> BadRequest:
         f"choices, tokens or alternatives at a time{remedy}",
         param="logprobs",
     )
+
+
+def _logprob_bytes_of(positions: Sequence[TokenLogprobs]) -> int:
+    return logprob_bytes(len(positions), len(positions[0].top_ids)) if positions else 0
 
 
 def usage_of(states: Sequence[RequestState], num_choices: int) -> Usage:

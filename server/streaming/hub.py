@@ -7,7 +7,6 @@
 import asyncio
 import itertools
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -336,8 +335,13 @@ def _size(delta: RequestDelta) -> int:
     """Return the approximate bytes of a delta, without prompt log probabilities, which a stream has only once."""
     size = _DELTA_BYTES + sys.getsizeof(delta.text)
     if delta.logprobs:
-        size += len(delta.logprobs) * (_LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(delta.logprobs[0].top_ids))
+        size += logprob_bytes(len(delta.logprobs), len(delta.logprobs[0].top_ids))
     return size
+
+
+def logprob_bytes(num_tokens: int, num_alternatives: int) -> int:
+    """Return the approximate bytes of the log probabilities of some tokens and their alternatives."""
+    return num_tokens * (_LOGPROB_BYTES + _ALTERNATIVE_BYTES * num_alternatives)
 
 
 def _merged(deltas: Sequence[RequestDelta]) -> RequestDelta:
@@ -361,24 +365,26 @@ class WholeResult:
     def __init__(
         self,
         count: int,
-        max_logprobs: float = math.inf,
-        on_many: Callable[["WholeResult"], object] = lambda result: None,
+        check_logprobs: Callable[[Sequence[TokenLogprobs]], None] = lambda positions: None,
+        end: Callable[[], object] = lambda: None,
     ) -> None:
-        """`on_many` is called when the sequences have more than `max_logprobs` log probabilities, and should end
-        them."""
+        """`check_logprobs` is called with further log probabilities. If it raises an `ApiError` before the last
+        sequence has ended, `end` is called, which should end the sequences, and `wait` raises the error."""
         self._remaining = count
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._num_logprobs = 0
-        self._max_logprobs = max_logprobs
-        self._on_many = on_many
+        self._check_logprobs = check_logprobs
+        self._end = end
 
     def put(self, index: int, delta: RequestDelta) -> None:
         """Note whether the sequence has ended."""
         self._remaining -= delta.finished
         if delta.logprobs:
-            self._num_logprobs += num_logprobs(delta.logprobs)
-            if self._num_logprobs > self._max_logprobs and self._remaining:
-                self._on_many(self)
+            try:
+                self._check_logprobs(delta.logprobs)
+            except ApiError as error:
+                if self._remaining:
+                    self._end()
+                    self.fail(error)
         if not self._remaining and not self._done.done():
             self._done.set_result(None)
 

@@ -78,9 +78,11 @@ class FrontEnd:
         self.hub = self.core.hub = Hub(cast(CoreManager, self.core), self.metrics, self.admission, answers)
         self._processor = InputOutputProcessor(TOKENIZER, None, _INFO)
 
-    def generation(self, arrival_time: float, n: int = 1, **keywords: Any) -> Generation:
+    def generation(
+        self, arrival_time: float, n: int = 1, params: SamplingParams | None = None, **keywords: Any
+    ) -> Generation:
         """A request of `n` choices of one prompt."""
-        prompt = self._processor.check(PROMPT, SamplingParams())
+        prompt = self._processor.check(PROMPT, params or SamplingParams())
         sequences = self._processor.new_sequences(prompt, self.hub.new_ids(n), arrival_time=arrival_time)
         return Generation(self.hub, self._config, sequences, n, **keywords)
 

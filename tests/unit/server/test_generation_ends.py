@@ -4,12 +4,13 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from engine.messages import RequestOutput, StepOutputs, TokenLogprobs
+from engine.sampling_params import SamplingParams
 from engine.text.request_state import RequestDelta
 from server.errors import BadRequest, EngineError, Overloaded, RequestTimeout
 from server.limits.owners import ANYONE, Owner
@@ -17,7 +18,7 @@ from server.streaming import generation
 from server.streaming.generation import Generation
 from server.streaming.hub import DeltaStream
 from server.streaming.sse import EventStream, while_connected
-from tests.unit.generation_support import WORD, FrontEnd, renderer
+from tests.unit.generation_support import PROMPT, WORD, FrontEnd, renderer
 from tests.unit.responses_support import renderer_of
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "headers": [], "path": "/"}
@@ -245,6 +246,69 @@ async def test_a_stream_that_repeats_too_many_log_probabilities_at_its_end_is_en
     await events.aclose()
     assert front.core.aborted == [0]
     assert frontend_at_rest(front)
+
+
+@pytest.mark.parametrize("kind", ["whole", "response"])
+async def test_beyond_the_log_probabilities_of_all_answers_those_of_the_owner_with_most_end(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer has a bound, and holds them until it is complete; together they took gigabytes."""
+    monkeypatch.setattr(generation, "_MAX_LOGPROB_BYTES", 20_000)
+    front, params = FrontEnd(), SamplingParams(logprobs=20)
+    accounts, heavy, light = front.admission.accounts, Owner.of_address("10.0.0.7"), Owner.of_address("10.0.0.8")
+    position = TokenLogprobs(WORD[0], -1.0, (1,) * 20, (-1.0,) * 20)
+
+    def answered(owner: Owner) -> "asyncio.Future[object]":
+        request = front.generation(time.monotonic(), params=params, owner=owner)
+        if kind == "whole":
+            return asyncio.ensure_future(request.respond(http(), renderer(), stream=False))
+        events = request.events(renderer_of(include=["message.output_text.logprobs"], top_logprobs=20))
+
+        async def text() -> bytes:
+            return b"".join([event async for event in events])
+
+        return asyncio.ensure_future(text())
+
+    answers = [answered(light), *(answered(heavy) for _ in range(4))]
+    for _ in range(3):
+        await settle()
+        for id in range(5):
+            front.hub.receive(StepOutputs([RequestOutput(id, WORD, logprobs=[position])]))
+    await settle()
+    assert accounts.used(light.party, "logprob_bytes") == 3 * 1856
+    assert accounts.total("logprob_bytes") < 20_000
+    assert len(front.core.aborted) == 2
+    assert 0 not in front.core.aborted, "it is the light owner's"
+    ended = answers[front.core.aborted[0]]
+    if kind == "whole":
+        with pytest.raises(Overloaded, match="log probabilities of answers that are not complete have") as refused:
+            await ended
+        assert refused.value.status == 429
+    else:
+        assert b"log probabilities of answers that are not complete have" in cast(bytes, await ended)
+    for id in range(5):
+        front.hub.receive(StepOutputs([RequestOutput(id, WORD, True, "stop", logprobs=[position])]))
+    await asyncio.gather(*answers, return_exceptions=True)
+    assert not answers[0].exception()
+    assert not accounts.total("logprob_bytes")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_prompts_count_from_the_admission_on(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_MAX_LOGPROB_BYTES", 1000)
+    front, params = FrontEnd(), SamplingParams(prompt_logprobs=1)
+    first = front.generation(time.monotonic(), params=params)
+    _ = first.events(renderer())  # Alone, it may have more than all together.
+    assert front.admission.accounts.total("logprob_bytes") == len(PROMPT) * 336
+    refused = front.generation(time.monotonic(), params=params)
+    with pytest.raises(Overloaded, match="this server holds about 1000, shared among 1"):
+        await refused.respond(http(), renderer(), stream=stream)
+    assert front.count(f'{REJECTED}{{reason="logprobs"}}') == 1
+    front.generation(time.monotonic()).events(renderer())  # Others are admitted.
+    first.end()
+    assert not front.admission.accounts.total("logprob_bytes")
 
 
 async def test_an_answer_in_time_is_not_disturbed_by_its_deadline() -> None:
