@@ -134,7 +134,7 @@ class Scheduler:
         self._submitted = SubmittedSteps(self._pool, self.drafts, config, self.token_limit)
         self._blocked: Sequence | None = None
         """The sequence that was next in the last step but could not start, for want of a slot or blocks."""
-        self._has_room: str | None = None
+        self._favoured: str | None = None
         """The owner for whose sequence others were preempted; it starts before they can start again."""
         self._next_room_check = 0.0
         self._held_back: dict[str, tuple[float, float]] = {}
@@ -314,10 +314,10 @@ class Scheduler:
         passed_over = self._owners_to_pass_over() if self._held_back else set[str]()
         for each in passed_over:
             self._shares.forgo(each)
-        favoured, self._has_room = self._has_room, None
+        favoured, self._favoured = self._favoured, None
         if favoured is not None and favoured in self.waiting.owners and may_admit:
-            # Start it first, since owners that are served before it would take the freed room. If it cannot start yet,
-            # it is served in its turn below.
+            # Owners that are served before it would take the freed room. If it cannot start yet, it is served in its
+            # turn below.
             self._start(step, favoured)
             self._blocked = None
         if may_admit and self.waiting:
@@ -354,7 +354,7 @@ class Scheduler:
         if self.step_budget is None or not self.step_budget.seconds_to_add():
             return
         owners = self._shares.from_lightest(each for each in self.waiting.latest_owners if each not in passed_over)
-        if not owners or self._is_waited_for(owner := owners[0], blocked):
+        if not owners or self._yields_to_blocked(owner := owners[0], blocked):
             return
         seconds = self.step_budget.seconds_to_add(self._shares.recent(owner))
         if seconds > 0.0:
@@ -595,7 +595,7 @@ class Scheduler:
                 return False
             self.preempt(victim)
             self._held_back[victim.owner] = now + _HOLD_BACK_SECONDS, holdings[victim.owner].share
-            self._has_room = seq.owner
+            self._favoured = seq.owner
         return True
 
     def _owners_to_pass_over(self) -> set[str]:
@@ -643,7 +643,8 @@ class Scheduler:
         least, num_preemptions = self._shares.least_recent(), self._pool.num_preemptions
         for owner in self._shares.from_lightest(owners)[:_MOST_EXAMINED]:
             service = self._shares.recent(owner)
-            if not self.step_budget.may_interpose(owner, service, least) or self._is_waited_for(owner, self._blocked):
+            may_interpose = self.step_budget.may_interpose(owner, service, least)
+            if not may_interpose or self._yields_to_blocked(owner, self._blocked):
                 return None
             step = self.step_budget.interposed_step(self.limits.num_tokens, service, least)
             first = self.waiting.first_of(owner)
@@ -679,7 +680,7 @@ class Scheduler:
 
     def _may_start(self) -> Iterable[str]:
         """The latest owners of waiting sequences, except those that could start nothing now because they hold their
-        share of what is used up. If only the reserved slot is free: those among them that hold no slot, if any."""
+        share of the slots and blocks. If only the reserved slot is free: those of them that hold no slot, if any."""
         owners: Iterable[str] = (each for each in self.waiting.latest_owners if each not in self._held_back)
         has_slot = self._pool.has_slot(self._num_reserved)
         if has_slot and self._blocked is None:
@@ -688,9 +689,9 @@ class Scheduler:
         below = [each for each in owners if holdings[each].in_shares < 1.0]
         return below if has_slot else [each for each in below if not holdings[each].sequences] or below
 
-    def _is_waited_for(self, owner: str, blocked: Sequence | None) -> bool:
-        """Whether `blocked`, which waits for a slot or blocks, is of another owner with no more service than this
-        one."""
+    def _yields_to_blocked(self, owner: str, blocked: Sequence | None) -> bool:
+        """Whether an owner must not start short prompts, because `blocked` waits for a slot or blocks, and its owner
+        has no more service than this one."""
         if blocked is None or blocked.status is not SequenceStatus.WAITING or blocked.owner == owner:
             return False
         return self._shares.recent(blocked.owner) <= self._shares.recent(owner)
@@ -707,13 +708,13 @@ class Scheduler:
         while (
             owner in self.waiting.owners
             and self._pool.has_slot(self._num_reserved if is_regular else self._reserved_from(owner))
-            and self._interposes(step, self.waiting.first_of(owner), paused)
+            and self._fits(step, self.waiting.first_of(owner), paused)
         ):
             seq = self.waiting.take(owner)
             count = max(1, seq.num_tokens - self.block_manager.count_cached_tokens(seq))
             self._admit(step, seq, seq.num_tokens - count, count)
 
-    def _interposes(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
+    def _fits(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
         """Whether a waiting sequence's whole prompt can be added to a step; if `paused`, that is interposed in it."""
         if not (self._is_short(step, seq) and self.block_manager.can_allocate(seq)):
             return False
