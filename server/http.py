@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -412,15 +412,10 @@ class HttpProtocol(HttpToolsProtocol):
             return  # Of the head in `_feed`.
         self._head_bytes = self._num_pieces = self._piece_bytes = 0
         self._is_in_body = True
-        if len(self.headers) > _MAX_HEADERS:
-            self._stop(HeadTooLarge(f"the request has {len(self.headers)} headers; send at most {_MAX_HEADERS}"))
-        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
-        if any(coding != b"chunked" for coding in codings):
-            self._stop(BadRequest("the request has a Transfer-Encoding other than chunked; send chunked alone"))
-        self._check_target()
-        if codings and self.parser.get_http_version() == "1.0":
-            # A proxy of HTTP/1.0 would not know where the body ends (RFC 9112, section 6.1).
-            self._stop(BadRequest("the request is HTTP/1.0 with a Transfer-Encoding; send it as HTTP/1.1"))
+        try:
+            self.url = _checked_target(self.parser.get_http_version(), self.url, self.headers)
+        except BadRequest as error:
+            self._stop(error)
         owner = self._keys.known_owner(self.headers)
         is_uncounted = self.url.partition(b"?")[0] in self._probes
         if owner is None and self._keys and not is_uncounted:
@@ -433,34 +428,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._stop(refused)
         super().on_headers_complete()
         if self.parser.should_upgrade():
-            # Of both headers, the parser accepts only one, once, with a number or a coding.
-            lengths = [value for name, value in self.headers if name == b"content-length" and int(value)]
-            framing = [b"Content-Length: " + length for length in lengths]
-            self._framing = b"Transfer-Encoding: chunked" if codings else next(iter(framing), None)
-
-    def _check_target(self) -> None:
-        """Check the request's version, target and `Host` (RFC 9112, section 3.2). The host of an absolute target
-        replaces `Host`, and its path the target."""
-        version = self.parser.get_http_version()
-        if version not in ("1.0", "1.1"):
-            self._stop(BadRequest(f"the request is HTTP/{version}; send it as HTTP/1.1"))
-        hosts = [value for name, value in self.headers if name == b"host"]
-        if len(hosts) > 1:
-            # A proxy may have checked another one than this server would.
-            self._stop(BadRequest("the request has several Host headers; send one"))
-        if not hosts and version == "1.1":
-            self._stop(BadRequest("the request has no Host header; send one"))
-        host = hosts[0].strip() if hosts else b""
-        if (absolute := _ABSOLUTE.fullmatch(self.url)) is not None:
-            host, path = absolute.groups()
-            self.url = path if path.startswith(b"/") else b"/" + path
-            self.headers[:] = [header for header in self.headers if header[0] != b"host"]
-            self.headers.append((b"host", host))
-        if not self.url.startswith(b"/") or b"#" in self.url:
-            self._stop(BadRequest("the request's target is no path; send one that begins with /, without a fragment"))
-        match = _HOST.fullmatch(host)
-        if match is None or (match[1] is not None and address_of(match[1].decode()) is None):
-            self._stop(BadRequest("the request's host is no name or address with an optional port; check Host"))
+            self._framing = _framing_of(self.headers)
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -534,6 +502,51 @@ class HttpProtocol(HttpToolsProtocol):
 
 def _do_nothing() -> None:
     pass
+
+
+def _checked_target(version: str, target: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Check the head of a request (RFC 9112, sections 3.2 and 6.1), and return the target's path and query.
+
+    The host of an absolute target replaces the header `Host`. Raises `BadRequest`.
+    """
+    if len(headers) > _MAX_HEADERS:
+        raise HeadTooLarge(f"the request has {len(headers)} headers; send at most {_MAX_HEADERS}")
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    if any(coding != b"chunked" for coding in codings):
+        raise BadRequest("the request has a Transfer-Encoding other than chunked; send chunked alone")
+    if version not in ("1.0", "1.1"):
+        raise BadRequest(f"the request is HTTP/{version}; send it as HTTP/1.1")
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1:
+        # A proxy may have checked another one than this server would.
+        raise BadRequest("the request has several Host headers; send one")
+    if not hosts and version == "1.1":
+        raise BadRequest("the request has no Host header; send one")
+    host = hosts[0].strip() if hosts else b""
+    if (absolute := _ABSOLUTE.fullmatch(target)) is not None:
+        host, path = absolute.groups()
+        target = path if path.startswith(b"/") else b"/" + path
+        headers[:] = [header for header in headers if header[0] != b"host"]
+        headers.append((b"host", host))
+    if not target.startswith(b"/") or b"#" in target:
+        raise BadRequest("the request's target is no path; send one that begins with /, without a fragment")
+    match = _HOST.fullmatch(host)
+    if match is None or (match[1] is not None and address_of(match[1].decode()) is None):
+        raise BadRequest("the request's host is no name or address with an optional port; check Host")
+    if codings and version == "1.0":
+        # A proxy of HTTP/1.0 would not know where the body ends.
+        raise BadRequest("the request is HTTP/1.0 with a Transfer-Encoding; send it as HTTP/1.1")
+    return target
+
+
+def _framing_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """Return the header that says where the body ends, of which the parser accepts only one; None without a body."""
+    for name, value in headers:
+        if name == b"transfer-encoding":
+            return b"Transfer-Encoding: chunked"
+        if name == b"content-length" and int(value):
+            return b"Content-Length: " + value
+    return None
 
 
 def _unchunked(cycle: RequestResponseCycle, send: Send) -> Send:
