@@ -154,8 +154,6 @@ ENDPOINTS: Registry[EndpointFamily] = Registry(
         "batches": "server.routes.batches",
         "models": "server.routes.models",
         "tokenize": "server.routes.tokenize",
-        "limits": "server.routes.limits",
-        "lora": "server.routes.lora",
         "operations": "server.routes.operations",
         "health": "server.routes.health",
         "docs": "server.routes.docs",

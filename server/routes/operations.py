@@ -1,4 +1,7 @@
-"""`/sleep`, `/wake_up` and `/is_sleeping`, as vLLM has them, and `/kaon/reload`: for keys of the scope admin."""
+"""Calls for operators, with keys of the scope admin: owners, LoRA adapters, sleep, weights and settings.
+
+Those of adapters and of sleep are vLLM's. `/kaon/limits`, for any key, reports the use and the limits of its owner.
+"""
 
 from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
@@ -9,9 +12,99 @@ from server.frontend import Frontend, owner_of
 from server.models import Models
 from server.request_builder import read_request
 from server.schemas.body import as_json
-from server.schemas.operations import ReloadResult, SleepState, UpdateWeightsRequest, WeightsUpdated
+from server.schemas.operations import (
+    LoadAdapterRequest,
+    OwnerLimits,
+    OwnerList,
+    OwnerUse,
+    QuotaView,
+    ReloadResult,
+    SleepState,
+    UnloadAdapterRequest,
+    UpdateWeightsRequest,
+    WeightsUpdated,
+)
 
 endpoints = ENDPOINTS.register("operations")(EndpointFamily())
+
+_MOST_LISTED = 1000
+
+# -- owners -----------------------------------------------------------------------------------------------------
+
+
+@endpoints.get("/kaon/limits", OwnerLimits, scope=None)
+async def limits(http: Request) -> Response:
+    """Return the caller's present use, total use and limits."""
+    shared, owner = Models.of(http.app).shared, owner_of(http.scope)
+    accounts, quotas, settings = shared.accounts, shared.quotas, shared.reloader.settings
+    return as_json(
+        OwnerLimits(
+            name=owner.name,
+            scopes=sorted(owner.scopes),
+            group=owner.group,
+            weight=owner.weight,
+            in_use=accounts.of_owner(owner.party),
+            used=accounts.tally(owner).counts(),
+            quotas={kind: QuotaView(*state) for kind, state in quotas.states(owner).items()},
+            most={
+                "requests": settings.max_requests_per_key,
+                "background_responses": settings.most_background_responses_per_key,
+            },
+        )
+    )
+
+
+@endpoints.get("/kaon/owners", OwnerList, scope="admin")
+async def owners(http: Request) -> Response:
+    """Return the present and total use of each owner. Needs a key of the scope admin."""
+    accounts = Models.of(http.app).shared.accounts
+    tallies = sorted(accounts.tallies(), key=lambda tally: tally.requests, reverse=True)
+    data = [
+        OwnerUse(
+            name=tally.owner.name,
+            key=tally.owner.key and tally.owner.key[:12],
+            in_use=accounts.of_owner(tally.owner.party),
+            used=tally.counts(),
+        )
+        for tally in tallies[:_MOST_LISTED]
+    ]
+    return as_json(OwnerList(data=data, has_more=len(tallies) > _MOST_LISTED))
+
+
+# -- LoRA adapters ----------------------------------------------------------------------------------------------
+
+_ADAPTER = {"lora_name": "sql", "lora_path": "/adapters/sql"}
+
+
+@endpoints.post("/v1/load_lora_adapter", "text/plain", request=LoadAdapterRequest, example=_ADAPTER, scope="admin")
+async def load(http: Request) -> Response:
+    """Load a LoRA adapter, which requests may name as `model` from then on. Needs a key of the scope admin."""
+    models = Models.of(http.app)
+    request = await read_request(http, LoadAdapterRequest, models.config.server_config)
+    async with models.use(models.chosen(request.model).model_names[0], owner_of(http.scope)) as frontend:
+        await frontend.adapters.load(request.lora_name, request.lora_path, in_place=request.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+
+@endpoints.post(
+    "/v1/unload_lora_adapter",
+    "text/plain",
+    request=UnloadAdapterRequest,
+    example={"lora_name": "sql"},
+    scope="admin",
+)
+async def unload(http: Request) -> Response:
+    """Unload a LoRA adapter. New requests for it get a 404 at once; the call returns when its last live request has
+    ended. Needs a key of the scope admin."""
+    models = Models.of(http.app)
+    request = await read_request(http, UnloadAdapterRequest, models.config.server_config)
+    models.check_open()
+    owning = (each for each in models.all if each.adapters.number_of(request.lora_name))
+    await next(owning, models.named(None)).adapters.unload(request.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
+
+
+# -- the engine and the settings --------------------------------------------------------------------------------
 
 _LEVEL = query_parameter(
     "level",
@@ -20,8 +113,6 @@ _LEVEL = query_parameter(
     enum=[1, 2],
     default=1,
 )
-
-
 _MODEL = query_parameter("model", "Which model; needed only where the server has several.", type="string")
 
 
