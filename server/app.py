@@ -101,7 +101,7 @@ def create_app(
         app.answer,
         lambda: models.num_live,
         lines,
-        shared.jobs.batches,
+        shared.jobs,
         keys.holder,
         lambda: models.most_request_bytes,
     )

@@ -23,7 +23,7 @@ from server.access_log import RequestFacts, new_request_id
 from server.batches.lines import AROUND_BODY_BYTES, MAX_LINE_BYTES, Line, Pace, output_line, read_lines, request_body
 from server.batches.store import Batch, BatchStore, FileNotFound
 from server.errors import EngineError, InvalidApiKey, ShuttingDown
-from server.limits.jobs import FairPool, until_done
+from server.limits.jobs import Jobs
 from server.limits.owners import Owner
 from server.limits.turns import FairLock
 from server.schemas.batches import BatchError, BatchObject, BatchStatus
@@ -65,21 +65,21 @@ class BatchRunner:
         answer: ASGIApp,
         num_live: Callable[[], int],
         max_lines: int,
-        files: FairPool,
+        jobs: Jobs,
         holder: Callable[[str], Owner | None] = Owner.of_key,
         max_body_bytes: Callable[[], int] = lambda: MAX_LINE_BYTES - AROUND_BODY_BYTES,
     ) -> None:
         """`answer` is the application without authentication and access log.
 
-        `num_live` returns the number of live sequences of the server. At most `max_lines` lines run at a time. `files`
-        runs the work that reads or writes all lines of a batch. `holder` returns the owner of the key with a digest,
-        or None if the key is no longer accepted. `max_body_bytes` returns the largest body of a request.
+        `num_live` returns the number of live sequences of the server. At most `max_lines` lines run at a time. `jobs`
+        has the threads for the store. `holder` returns the owner of the key with a digest, or None if the key is no
+        longer accepted. `max_body_bytes` returns the largest body of a request.
         """
         self.store = store
         self._answer = answer
         self._num_live = num_live
         self._max_lines = max_lines
-        self._files = files
+        self._jobs = jobs
         self._holder = holder
         self._max_body_bytes = max_body_bytes
         self._running: Counter[str] = Counter()
@@ -112,12 +112,12 @@ class BatchRunner:
         task.add_done_callback(lambda _: self._tasks.pop(id, None))
 
     async def cancel(self, batch: Batch) -> BatchObject:
-        """Cancel a batch and write its completed answers. Returns the batch after that."""
-        id = batch.object.id
+        """Cancel a batch and write its completed answers. Returns the batch after that. Raises `TooManyJobs`."""
+        id, owner, calls = batch.object.id, Owner(batch.party), self._jobs.store_calls
         task = self._tasks.get(id)
         if task is None:
-            return await asyncio.to_thread(self.store.batch, id, batch.owner)
-        cancelled = await asyncio.to_thread(self.store.update, id, "cancelling")
+            return await calls.run(owner, lambda: self.store.batch(id, batch.owner))
+        cancelled = await calls.run(owner, lambda: self.store.update(id, "cancelling"), stays=True)
         # A second cancellation would interrupt the writing of the answers.
         if cancelled.status == "cancelling" != batch.object.status and not task.cancelling():
             task.cancel()
@@ -163,7 +163,7 @@ class BatchRunner:
             try:
                 async with asyncio.timeout(batch.object.expires_at - time.time()):
                     await self._run_lines(batch)
-                await self._write(id, self.store.update, id, "finalizing")
+                await self._write(batch, self.store.update, id, "finalizing")
                 status: BatchStatus = "completed"
             except TimeoutError:
                 status = "expired"
@@ -180,15 +180,15 @@ class BatchRunner:
 
     async def _write(
         self,
-        id: str,
+        batch: Batch,
         write: Callable[_Parameters, _Result],
         *arguments: _Parameters.args,
         **keywords: _Parameters.kwargs,
     ) -> _Result:
         """Call a writing method of the store, again and again while it fails, for instance because the disk is
         full."""
-        work = functools.partial(write, *arguments, **keywords)
-        return await self._until_written(id, lambda: until_done(asyncio.ensure_future(asyncio.to_thread(work))))
+        owner, work = Owner(batch.party), functools.partial(write, *arguments, **keywords)
+        return await self._until_written(batch.object.id, lambda: self._jobs.lines.run(owner, work, stays=True))
 
     async def _write_lines(
         self,
@@ -199,7 +199,7 @@ class BatchRunner:
     ) -> _Result:
         """As `_write`, for work on all lines of a batch: one batch at a time, shared fairly among owners."""
         owner, work = Owner(batch.party), functools.partial(write, *arguments, **keywords)
-        return await self._until_written(batch.object.id, lambda: self._files.run(owner, work, stays=True))
+        return await self._until_written(batch.object.id, lambda: self._jobs.batches.run(owner, work, stays=True))
 
     async def _until_written(self, id: str, write: Callable[[], Awaitable[_Result]]) -> _Result:
         """Try `write` again until the disk takes it. All waiting writes of a batch have one line in the log."""
@@ -242,25 +242,29 @@ class BatchRunner:
 
     async def _run_lines(self, batch: Batch) -> None:
         """Compute every pending line."""
-        number = -1
+        id, owner, number = batch.object.id, Owner(batch.party), -1
         unfinished = self._unfinished.setdefault(batch.party, asyncio.Semaphore(self._max_lines))
         async with asyncio.TaskGroup() as running:
-            while lines := await asyncio.to_thread(self.store.pending, batch.object.id, number, _FETCHED_LINES):
+            while lines := await self._jobs.lines.run(
+                owner, functools.partial(self.store.pending, id, number, _FETCHED_LINES)
+            ):
                 number = lines[-1].number
                 for line in lines:
                     await unfinished.acquire()
-                    content = [await self._begin_line(batch, line)]
-                    task = running.create_task(self._run_line(batch, line, content))
+                    body = [await self._begin_line(batch, line)]
+                    task = running.create_task(self._run_line(batch, line, body))
                     task.add_done_callback(lambda _: self._end_line(batch))
                     task.add_done_callback(lambda _: unfinished.release())
 
     async def _begin_line(self, batch: Batch, line: Line) -> bytes:
-        """Wait until another line may run, one in each round of the event loop, and read it. While live requests run,
-        fewer lines may. The next one is of the owner with the fewest running lines, however many batches others have.
+        """Wait until another line may run, one in each round of the event loop, and return its request's body. While
+        live requests run, fewer lines may. The next one is of the owner with the fewest running lines, however many
+        batches others have.
 
         A line costs the loop a third of a millisecond, and dozens begin when a batch does, or are tried again. It is
         read only now: the lines of all batches that wait would fill the memory.
         """
+        owner, endpoint = Owner(batch.party), batch.object.endpoint
         async with self._begins.hold(batch.party):
             await asyncio.sleep(0)
             while True:
@@ -268,7 +272,10 @@ class BatchRunner:
                 is_busy = self._num_live() > num_running
                 if num_running < max(1, self._max_lines // (_BUSY_SHARE if is_busy else 1)):
                     try:
-                        content = await asyncio.to_thread(self.store.content, batch, line)
+                        # A long line takes milliseconds to decode, at each attempt.
+                        body = await self._jobs.lines.run(
+                            owner, lambda: request_body(self.store.content(batch, line), endpoint)
+                        )
                         break
                     except OSError as error:
                         if error.errno not in _NO_DESCRIPTOR:
@@ -280,7 +287,7 @@ class BatchRunner:
                 except TimeoutError:
                     continue  # Live requests may have ended, or files been closed.
             self._running[batch.party] += 1
-            return content
+            return body
 
     def _end_line(self, batch: Batch) -> None:
         self._running[batch.party] -= 1
@@ -294,17 +301,17 @@ class BatchRunner:
         self._end_line(batch)
         try:
             await asyncio.sleep(seconds)
-            content = await self._begin_line(batch, line)
+            body = await self._begin_line(batch, line)
         except BaseException:
             self._running[batch.party] += 1  # The end of the task subtracts it again.
             raise
-        return content
+        return body
 
-    async def _run_line(self, batch: Batch, line: Line, content: list[bytes]) -> None:
-        """Compute a line. Its `content` is removed from the list."""
+    async def _run_line(self, batch: Batch, line: Line, body: list[bytes]) -> None:
+        """Compute a line. Its request's `body` is removed from the list."""
 
         async def read(seconds: float) -> bytes:
-            return content.pop() if content else await self._begin_line_later(batch, line, seconds)
+            return body.pop() if body else await self._begin_line_later(batch, line, seconds)
 
         holder = self._holder(batch.owner) if batch.owner else Owner(batch.party)
         if holder is None:
@@ -316,21 +323,20 @@ class BatchRunner:
             # separately.
             owner = holder._replace(party=f"{batch.party} (batches)", weight=_WEIGHT * holder.weight)
             output, succeeded = await self.compute(batch.object.endpoint, line.custom_id, read, owner)
-        id = batch.object.id
-        await self._write(id, self.store.record, id, line.number, output, succeeded=succeeded)
+        await self._write(batch, self.store.record, batch.object.id, line.number, output, succeeded=succeeded)
 
     async def compute(
         self, endpoint: str, custom_id: str, read: Callable[[float], Awaitable[bytes]], owner: Owner
     ) -> tuple[bytes, bool]:
         """Compute an input line. Returns the output line, and whether the line succeeded.
 
-        `read(seconds)` returns the input line after that time. It is called for each attempt, the first of which is
-        at once; further ones follow while the server is too busy or not ready.
+        `read(seconds)` returns the body of its request after that time. It is called for each attempt, the first of
+        which is at once; further ones follow while the server is too busy or not ready.
         """
         request_id = new_request_id()
         wait, failures = 0.0, 0
         while True:
-            answer = await self._request(endpoint, request_body(await read(wait), endpoint), owner, request_id)
+            answer = await self._request(endpoint, await read(wait), owner, request_id)
             if answer.status not in _TRY_AGAIN:
                 failures += answer.status >= 500
                 if answer.status < 500 or failures == _ATTEMPTS or b"x-should-retry" in answer.headers:

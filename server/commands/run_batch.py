@@ -18,7 +18,7 @@ from engine.client.core_manager import CoreManager, EngineDeadError
 from engine.config.paths import why_unreadable
 from engine.config.settings import load_config
 from server.app import create_app
-from server.batches.lines import AROUND_BODY_BYTES, MAX_LINE_BYTES, Line, read_lines
+from server.batches.lines import AROUND_BODY_BYTES, MAX_LINE_BYTES, Line, read_lines, request_body
 from server.batches.runner import BatchRunner
 from server.errors import NotReady
 from server.limits.keys import ApiKeys
@@ -187,12 +187,12 @@ async def _compute_lines(
         tqdm(total=len(pending), desc="Answering", unit="line", disable=None) as progress,
     ):
 
-        async def answer(line: Line, content: bytes) -> None:
+        async def answer(line: Line, body: bytes) -> None:
             nonlocal failed
 
             async def read(seconds: float) -> bytes:
                 await asyncio.sleep(seconds)
-                return content
+                return body
 
             output, succeeded = await runner.compute(endpoint, line.custom_id, read, ANYONE)
             written.write(output + b"\n")
@@ -205,5 +205,5 @@ async def _compute_lines(
             for line in pending:
                 await room.acquire()
                 file.seek(line.start)
-                running.create_task(answer(line, file.read(line.length)))
+                running.create_task(answer(line, request_body(file.read(line.length), endpoint)))
     return failed

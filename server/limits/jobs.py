@@ -295,6 +295,8 @@ class Jobs:
         # These mostly wait for the disk, and for the lock of the database. The pool is not closed: an upload may need
         # it until the server's end.
         self.store_calls = FairPool("calls of files and batches", 4, 512, accounts)
+        # The same for lines of running batches, which are not refused: `BatchRunner` bounds their number.
+        self.lines = FairPool("lines of batches", 2, math.inf, accounts)
 
     def of(self, owner: Owner) -> OwnerJobs:
         """Return the pools for the work of one owner."""

@@ -33,13 +33,13 @@ class Record:
 
     async def run(self, holder: Owner | None) -> None:
         runner = BatchRunner(
-            cast(BatchStore, self), self.answer, lambda: 0, 4, Jobs(Accounts()).batches, lambda digest: holder
+            cast(BatchStore, self), self.answer, lambda: 0, 4, Jobs(Accounts()), lambda digest: holder
         )
         batch = SimpleNamespace(
             object=SimpleNamespace(id="batch_1", endpoint="/v1/completions"), owner=ALICE.key, party=ALICE.party
         )
-        content = b'{"body": {"model": "m", "prompt": "x"}}'
-        await runner._run_line(cast(Any, batch), Line(0, "one", 0, len(content)), [content])
+        body = b'{"model": "m", "prompt": "x"}'
+        await runner._run_line(cast(Any, batch), Line(0, "one", 0, 100), [body])
 
 
 async def test_a_line_runs_with_its_keys_group_and_quotas_as_a_party_of_its_own() -> None:

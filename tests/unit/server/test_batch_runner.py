@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ async def until_ended(store: BatchStore, batch: Batch) -> None:
 
 
 def runner_of(store: BatchStore, app: App, max_lines: int = 4) -> BatchRunner:
-    return BatchRunner(store, app, lambda: 0, max_lines, Jobs(Accounts()).batches, Owner.of_key)
+    return BatchRunner(store, app, lambda: 0, max_lines, Jobs(Accounts()), Owner.of_key)
 
 
 class Gate:
@@ -128,7 +129,7 @@ async def test_a_batch_that_is_cancelled_twice_at_once_ends(tmp_path: Path, monk
     store, jobs = BatchStore(tmp_path, 10**6), Jobs(Accounts())
     app = App()
     app.refused = {"a"}
-    batch, runner = add(store, list("abc")), BatchRunner(store, app, lambda: 0, 4, jobs.batches, Owner.of_key)
+    batch, runner = add(store, list("abc")), BatchRunner(store, app, lambda: 0, 4, jobs, Owner.of_key)
     runner.run(batch)
     while store.batch(batch.object.id, batch.owner).status != "in_progress":
         await asyncio.sleep(0.005)
@@ -145,6 +146,48 @@ async def test_a_batch_that_is_cancelled_twice_at_once_ends(tmp_path: Path, monk
     await other
     await asyncio.wait_for(until_ended(store, batch), 10)
     assert store.batch(batch.object.id, batch.owner).status == "cancelled"
+    await runner.close()
+
+
+async def test_work_in_the_loops_own_threads_delays_no_batch(tmp_path: Path) -> None:
+    """They are shared with everything else, first come, first served."""
+    store, app, busy = BatchStore(tmp_path, 10**6), App(), threading.Event()
+    batch, runner = add(store, list("abc")), runner_of(store, app)
+    app.held = asyncio.Event()
+    with ThreadPoolExecutor(1) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
+        others = asyncio.create_task(asyncio.to_thread(busy.wait, 20))
+        try:
+            runner.run(batch)
+            async with asyncio.timeout(10):
+                while not app.tried:
+                    await asyncio.sleep(0.005)
+                assert (await runner.cancel(batch)).status == "cancelling"
+                await until_ended(store, batch)
+                assert (await runner.cancel(batch)).status == "cancelled"
+        finally:
+            busy.set()
+            await others
+        await runner.close()
+
+
+async def test_no_line_is_decoded_by_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line may have as many megabytes as a request, and is decoded again at each attempt."""
+    threads: list[threading.Thread] = []
+
+    def decoded(content: bytes, endpoint: str) -> bytes:
+        threads.append(threading.current_thread())
+        return request_body(content, endpoint)
+
+    monkeypatch.setattr("server.batches.runner.request_body", decoded)
+    store, app = BatchStore(tmp_path, 10**6), App()
+    app.refused = {"b"}
+    batch, runner = add(store, list("ab")), runner_of(store, app)
+    runner.run(batch)
+    while app.tried["b"] < 2:
+        await asyncio.sleep(0.005)
+    assert len(threads) >= 3
+    assert threading.main_thread() not in threads
     await runner.close()
 
 
@@ -331,7 +374,7 @@ async def test_a_key_with_many_batches_leaves_lines_to_others(tmp_path: Path) ->
         order.append(scope["state"]["owner"].party)
         await answer(scope, receive, send)
 
-    runner = BatchRunner(store, noted, lambda: 0, 1, Jobs(Accounts()).batches)
+    runner = BatchRunner(store, noted, lambda: 0, 1, Jobs(Accounts()))
     heavy = [add(store, [f"{number} {line}" for line in range(4)]) for number in range(6)]
     light = add(store, list("abcd"), "you")
     for batch in (*heavy, light):
@@ -384,7 +427,7 @@ async def test_a_line_waits_for_a_descriptor_to_read_it(tmp_path: Path, monkeypa
 async def test_a_line_that_is_longer_than_a_request_may_be_fails_its_batch(tmp_path: Path) -> None:
     """Decoding 27 MB of numbers at once stopped the event loop for half a second."""
     store, jobs = BatchStore(tmp_path, 10**6), Jobs(Accounts())
-    runner = BatchRunner(store, App(), lambda: 0, 4, jobs.batches, max_body_bytes=lambda: 1000)
+    runner = BatchRunner(store, App(), lambda: 0, 4, jobs, max_body_bytes=lambda: 1000)
     fits, too_long = add(store, ["a" * 500]), add(store, ["a", "b" * 70_000])
     for batch in (fits, too_long):
         runner.run(batch)
