@@ -58,7 +58,7 @@ class AsyncLLM:
     async def start(self) -> None:
         """Wait until the model is loaded. If that fails, the object is closed and `EngineDeadError` is raised."""
         self._loop = asyncio.get_running_loop()
-        await self._frontend.start(lambda names: None)
+        await self._frontend.load()
         if self._frontend.why_ended is not None:
             why = self._frontend.why_ended
             await self.close()

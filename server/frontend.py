@@ -164,12 +164,6 @@ class Frontend:
         """Whether an operator has put the model to sleep: until `wake_up`, live requests pause and new ones are
         refused."""
 
-    async def start(self, on_ready: Callable[[tuple[str, ...]], object]) -> None:
-        """Load the model; see `load`. Calls `on_ready` with the served names."""
-        await self.load()
-        if self.failure is None:
-            on_ready(self.model_names)
-
     async def load(self) -> None:
         """Load tokenizer and chat template while the core loads the model. On failure, set `failure` to the reason."""
         self.failure = None
@@ -279,11 +273,6 @@ class Frontend:
         if self.failure is None and self._core.failure is not None:
             return self._core.failure.error
         return self.failure
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the model is loaded, so that requests need not wait for loading."""
-        return self._loaded is not None
 
     @property
     def loaded(self) -> ServedModel:
