@@ -110,7 +110,7 @@ class _Flow(FlowControl):
 
     def detach(self) -> None:
         """Drop the reference to the protocol, which no longer reads."""
-        self._on_change = _do_nothing
+        self._on_change = lambda: None
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -498,10 +498,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_discarding = True
         self._connection.discard()
         self._choose_reading()
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _checked_target(version: str, target: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:

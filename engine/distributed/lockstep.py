@@ -117,7 +117,7 @@ class LockstepRendezvous:
         Raises `OSError` if no directory can be created.
         """
         if not self._members or replica in self._members:
-            # This shows a core that still waits for the ended one that it will not come.
+            # A core that still waits for the ended one gives up when its directory is gone.
             _remove(self._directories, self._memory)
             self._members.clear()
             self._round += 1
@@ -142,9 +142,9 @@ class LockstepRendezvous:
             return True
         late: set[int] = set()
         for descriptor in self._memory:
-            arrivals = BarrierCounters(descriptor, self._num_replicas)
-            late |= arrivals.stragglers()
-            arrivals.close()
+            counters = BarrierCounters(descriptor, self._num_replicas)
+            late |= counters.stragglers()
+            counters.close()
         return bool(late) and replica not in late
 
     def close(self) -> None:

@@ -296,9 +296,9 @@ class Connection:
     def received_body(self, num_bytes: int) -> None:
         """Note that bytes of a body were received."""
         if self._phase == "body" and self.is_open:
-            before = self._held_bytes
+            before = self.held_bytes
             self._body_bytes += num_bytes
-            self._table.received_body(self, self._held_bytes - before)
+            self._table.received_body(self, self.held_bytes - before)
 
     def end_body(self) -> TooManyConnections | None:
         """Note that the request is complete. Returns the error if the request must be refused."""
@@ -393,7 +393,7 @@ class Connection:
     @property
     def held_bytes(self) -> int:
         """Bytes of its body that are in memory."""
-        return self._held_bytes
+        return min(self._body_bytes, self._table.limits.request_bytes)
 
     def check(self, now: float) -> None:
         """End the connection if its client has been too slow, or has gone."""
@@ -485,10 +485,6 @@ class Connection:
         except OSError:
             return False
 
-    @property
-    def _held_bytes(self) -> int:
-        return min(self._body_bytes, self._table.limits.request_bytes)
-
     def _serve(self) -> TooManyConnections | None:
         """Count it as served; return the error instead if it must be refused."""
         if self._is_served:
@@ -506,7 +502,7 @@ class Connection:
             self._table.ended_request(self)
 
     def _release_body(self) -> None:
-        self._table.released_body(self, self._held_bytes)
+        self._table.released_body(self, self.held_bytes)
         self._body_bytes = 0
 
     def _enter(self, phase: Phase) -> None:
@@ -612,7 +608,7 @@ class Connections:
         if (
             not is_exempt
             and self._accounts.used(party, "connections") > self.limits.per_address
-            and not self._make_room(party)
+            and not self.make_room(party)
         ):
             self.note_closed("address")
             return None
@@ -642,10 +638,22 @@ class Connections:
             return now + _LEAST_AGE_SECONDS
         return open_at
 
-    def make_room(self) -> bool:
-        """Close the oldest connection that may be closed, of the address that has most; return whether there was
-        one."""
-        return self._make_room(None)
+    def make_room(self, party: str | None = None) -> bool:
+        """Close the oldest connection of `party` that may be closed and whose client is late; by default, of the party
+        that has the most. Returns whether one may be closed."""
+        spared: list[Connection] = []
+        victim = self._waiting.oldest(party)
+        while victim is not None and victim not in spared and not victim.waits_for_client:
+            spared.append(victim)
+            self._waiting.discard(victim)
+            self._waiting.add(victim)
+            victim = self._waiting.oldest(party) if len(spared) < _MAX_SPARED else None
+        if victim is None or victim in spared:
+            # No client is late: close the connection with the slowest body, or else the oldest one.
+            victim = min(spared, key=lambda each: each.body_rate, default=None)
+        if victim is not None:
+            victim.evict()
+        return victim is not None
 
     def sweep(self) -> bool:
         """End the connections of clients that are too slow or have gone, among the next few; return whether others of
@@ -767,21 +775,6 @@ class Connections:
         self.forget(connection)
         del self._open[connection]
         self._accounts.change(connection.party, "connections", -1)
-
-    def _make_room(self, party: str | None) -> bool:
-        spared: list[Connection] = []
-        victim = self._waiting.oldest(party)
-        while victim is not None and victim not in spared and not victim.waits_for_client:
-            spared.append(victim)
-            self._waiting.discard(victim)
-            self._waiting.add(victim)
-            victim = self._waiting.oldest(party) if len(spared) < _MAX_SPARED else None
-        if victim is None or victim in spared:
-            # No client is late: close the connection with the slowest body, or else the oldest one.
-            victim = min(spared, key=lambda each: each.body_rate, default=None)
-        if victim is not None:
-            victim.evict()
-        return victim is not None
 
     def _end_slow(self, party: str | None) -> bool:
         victim = self._slow.oldest(party)
