@@ -42,7 +42,10 @@ _SHOWN_PORT = 8000
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 1 if a contestant failed."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.no_page and not options.page.is_file():
+        parser.error(f"--page is {options.page}, which is no file; name a page, or give --no-page")
     PEERS.mkdir(exist_ok=True)
     everyone = _contestants(shlex.split(options.kaon))
     chosen = _choose(everyone, options.peers)
@@ -52,7 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.workloads or workload.name in options.workloads
     ]
     described, read_rate = machine(), read_probe()
-    results = Results(options.results, options.append or not options.rounds)
+    try:
+        results = Results(options.results, options.append or not options.rounds)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        parser.error(f"--results is {options.results}, which is no file of measurements: {error}")
+    if not options.rounds and not results.contestants():
+        parser.error(f"--results is {options.results}, which holds no measurements, and --rounds is 0")
     failures: list[str] = []
     for contestant in chosen if options.rounds else ():
         try:
@@ -67,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for group in _groups(runners) if options.rounds else ():
         rounds = range(first, first + options.rounds)
         first = rounds.stop
+        for each in group:
+            for workload in workloads:
+                results.plan(each.name, workload.name, rounds)
         try:
             measure(group, workloads, rounds, PEERS, read_rate, lambda found: _tell(results, found))
         except ServerError as error:
@@ -85,13 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__, allow_abbrev=False)
     names = [each.name for each in _contestants(())]
     parser.add_argument("--peers", type=_Names(names), help=f"which of {','.join(names)}; by default all")
     workloads = [workload.name for workload in WORKLOADS]
     parser.add_argument("--workloads", type=_Names(workloads), help=f"which of {','.join(workloads)}; by default all")
     parser.add_argument(
-        "--rounds", type=int, default=5, help="rounds with each peer; 0 only writes the page (default: 5)"
+        "--rounds", type=_count, default=5, help="rounds with each peer; 0 only writes the page (default: 5)"
     )
     parser.add_argument("--results", type=Path, default=PEERS / "results.jsonl", help="file of the measurements")
     parser.add_argument("--append", action="store_true", help="go on with that file's rounds, instead of a new one")
@@ -106,6 +117,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kaon", default="", metavar="COMMAND", help="another Kaon's command, such as /old/bin/kaon")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a number of rounds from 0 on")
+    return int(text)
 
 
 class _Names:

@@ -35,6 +35,8 @@ _PROBE_SECONDS = 0.05
 _STOP_SECONDS = 20
 _LOG_TAIL = 3000
 
+_PLANNED = "planned "
+
 MACHINE, READ, MATRIX = "machine", "read", "matrix"
 """The contestant's name, and its quantities: 10^9 bytes, and 10^9 operations per second."""
 
@@ -148,7 +150,10 @@ def _processor_ticks(process: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One figure of one round. `what` is a workload's name, or `ready` or `memory` and a checkpoint's."""
+    """One figure of one round. `what` is a workload's name, or `ready` or `memory` and a checkpoint's.
+
+    With `planned` and a workload's name, it is the number of rounds that begin with this one; see `Results.plan`.
+    """
 
     contestant: str
     round: int
@@ -294,12 +299,26 @@ class Results:
     def __init__(self, file: Path, append: bool) -> None:
         self._file = file
         self._measurements: list[Measurement] = []
+        file.parent.mkdir(parents=True, exist_ok=True)
         if append and file.exists():
-            for line in file.read_text(encoding="utf-8").splitlines():
+            text = file.read_text(encoding="utf-8")
+            whole = text[: text.rfind("\n") + 1]  # A run that was killed may have written a part of a line.
+            for line in whole.splitlines():
                 fields = json.loads(line)
                 self._measurements.append(Measurement(**{**fields, "gaps": tuple(fields["gaps"])}))
+            file.write_text(whole, encoding="utf-8")
         else:
             file.unlink(missing_ok=True)
+
+    def plan(self, contestant: str, what: str, rounds: range) -> None:
+        """Record that a figure will be measured in each of `rounds`: a run may be cut off, or fail, before that."""
+        self.add(Measurement(contestant, rounds.start, _PLANNED + what, len(rounds)))
+
+    def is_finished(self, contestant: str, what: str) -> bool:
+        """Whether any run measured the figure in all of its rounds, or none was to measure it."""
+        measured = {each.round for each in self._of(contestant, what)}
+        plans = [range(each.round, each.round + int(each.value)) for each in self._of(contestant, _PLANNED + what)]
+        return not plans or bool(measured.difference(*plans)) or any(map(measured.issuperset, plans))
 
     def add(self, measurement: Measurement) -> None:
         self._measurements.append(measurement)
@@ -311,7 +330,8 @@ class Results:
 
     def contestants(self) -> list[str]:
         """Contestants with any figure, in the order of their first."""
-        return list(dict.fromkeys(each.contestant for each in self._measurements))
+        figures = (each for each in self._measurements if not each.what.startswith(_PLANNED))
+        return list(dict.fromkeys(each.contestant for each in figures))
 
     def rounds(self, contestant: str, what: str) -> int:
         return len(self._values(contestant, what))
@@ -323,8 +343,7 @@ class Results:
 
     def gaps(self, contestant: str, what: str) -> list[float]:
         """Seconds between tokens in steady decode, of all rounds, in ascending order."""
-        found = (each for each in self._measurements if (each.contestant, each.what) == (contestant, what))
-        return sorted(gap for measurement in found for gap in measurement.gaps)
+        return sorted(gap for measurement in self._of(contestant, what) for gap in measurement.gaps)
 
     def pairs(
         self, ours: str, theirs: str, what: str, of: Callable[[Measurement], float] = lambda each: each.value
@@ -338,7 +357,10 @@ class Results:
         return [(of_round[ours][number], of_round[theirs][number]) for number in rounds]
 
     def _values(self, contestant: str, what: str) -> list[float]:
-        return [each.value for each in self._measurements if (each.contestant, each.what) == (contestant, what)]
+        return [each.value for each in self._of(contestant, what)]
+
+    def _of(self, contestant: str, what: str) -> list[Measurement]:
+        return [each for each in self._measurements if (each.contestant, each.what) == (contestant, what)]
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

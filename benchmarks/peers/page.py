@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.checkpoints import QWEN3_06B, Checkpoint
 from benchmarks.peers.load import BYTES, RATE, SECONDS, TTFT, WORKLOADS, Figure, Workload
-from benchmarks.peers.measure import MACHINE, MATRIX, READ, Results, percentile
+from benchmarks.peers.measure import MACHINE, MATRIX, READ, Measurement, Results, percentile
 from benchmarks.peers.servers import Contestant
 from benchmarks.report import Table, marked, put_section
 
@@ -27,7 +27,7 @@ COLUMNS: Mapping[str, tuple[str, Figure]] = {
 }
 """Measured figures in the order of the table: title and figure."""
 
-_NONE = "-"
+_NONE, _CUT = "-", "unfinished"
 
 _WHAT = (
     "Kaon and other servers that run on CPUs, each over HTTP, on random checkpoints of Qwen3's architecture: the "
@@ -79,12 +79,15 @@ def _figures(machine: str, shown: Sequence[Contestant], results: Results) -> Tab
     for what, (title, figure) in COLUMNS.items():
         values = [results.median(each.name, what) for each in shown]
         if any(value is not None for value in values):
-            rows.append((f"{title}, {figure.unit}", *(_number(value) for value in values)))
+            finished = (results.is_finished(each.name, what) for each in shown)
+            cells = (_number(value) if is_whole else _CUT for value, is_whole in zip(values, finished, strict=True))
+            rows.append((f"{title}, {figure.unit}", *cells))
     counts = [results.rounds(each.name, what) for each in shown for what in COLUMNS]
     rounds = max(counts, default=0)
     return Table(
         f"Peers on {machine}",
-        f"Medians of up to {rounds} rounds; `128/64` means 128 tokens of prompt and 64 generated ones.",
+        f"Medians of up to {rounds} rounds; `128/64` means 128 tokens of prompt and 64 generated ones. Where it says "
+        f"*{_CUT}*, the server failed, or the run was ended, before all rounds of the workload were measured.",
         "the ratios of the next table.",
         ("", *(each.title for each in shown)),
         rows,
@@ -161,11 +164,19 @@ def ratios(shown: Sequence[Contestant], results: Results) -> Table:
 
 def _figure_ratios(results: Results, what: str, kaon: str, peer: str) -> list[float]:
     _, figure = COLUMNS[what]
-    return [figure.ratio(*pair) for pair in results.pairs(kaon, peer, what)]
+    return [figure.ratio(*pair) for pair in _pairs(results, kaon, peer, what)]
+
+
+def _pairs(
+    results: Results, kaon: str, peer: str, what: str, of: Callable[[Measurement], float] = lambda each: each.value
+) -> list[tuple[float, float]]:
+    """`Results.pairs`; none of a contestant that did not finish."""
+    is_finished = results.is_finished(kaon, what) and results.is_finished(peer, what)
+    return results.pairs(kaon, peer, what, of) if is_finished else []
 
 
 def _step_ratios(results: Results, what: str, kaon: str, peer: str) -> list[float]:
-    pairs = results.pairs(kaon, peer, what, lambda each: percentile(sorted(each.gaps), 50) if each.gaps else 0.0)
+    pairs = _pairs(results, kaon, peer, what, lambda each: percentile(sorted(each.gaps), 50) if each.gaps else 0.0)
     return [theirs / ours for ours, theirs in pairs if ours and theirs]
 
 
@@ -202,7 +213,7 @@ def _shares(results: Results) -> Table:
 def _share_rows(results: Results, read: float, matrix: float) -> Iterator[tuple[str, ...]]:
     """`read` in 10^9 bytes, `matrix` in 10^9 operations per second."""
     for workload in WORKLOADS:
-        if workload.checkpoint != QWEN3_06B:
+        if workload.checkpoint != QWEN3_06B or not results.is_finished("kaon", workload.name):
             continue
         gaps = results.gaps("kaon", workload.name) if workload.figure is RATE else []
         if gaps:
@@ -253,7 +264,7 @@ def _evenness(shown: Sequence[Contestant], results: Results) -> Table:
     for workload in WORKLOADS:
         for each in shown:
             gaps = results.gaps(each.name, workload.name) if workload.figure is RATE else []
-            if gaps:
+            if gaps and results.is_finished(each.name, workload.name):
                 middle, late = percentile(gaps, 50), percentile(gaps, 99)
                 ratio = f"{late / middle:.1f}" if middle else _NONE
                 rows.append((workload.title, each.title, f"{middle * 1e3:.1f}", f"{late * 1e3:.1f}", ratio))

@@ -113,6 +113,56 @@ def test_those_that_fail_are_reported_and_the_others_go_on(
     assert row in (tmp_path / "page.md").read_text()
 
 
+def test_a_peer_that_fails_before_its_last_round_is_unfinished(
+    run: Run, measured: list[Measured], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(
+        contestants: Sequence[Contestant],
+        workloads: Sequence[Workload],
+        rounds: range,
+        root: Path,
+        read_rate: Callable[[], float],
+        tell: Callable[[Measurement], None],
+    ) -> None:
+        for each in contestants:
+            tell(Measurement(each.name, rounds.start, "one", 10.0))
+        raise ServerError(f"{contestants[-1].name}: its answers did not end")
+
+    assert run("--peers", "good", "--rounds", "2", "--workloads", "one") == 0
+    monkeypatch.setattr(program, "measure", measure)
+    assert run("--peers", "eight-bits", "--rounds", "2", "--workloads", "one", "--append") == 1
+    page = (tmp_path / "page.md").read_text()
+    assert "| 1 stream 128/128, tok/s | 10.0 | unfinished | 10.0 | unfinished |" in page
+    assert "| 1 stream 128/128 | bf16 | good | 1.00 |" in page
+    assert "| 1 stream 128/128 | int8 |" not in page
+    # A later run that ends gives the figure.
+    monkeypatch.setattr(program, "measure", lambda *_: None)
+    results = Results(tmp_path / "results", append=True)
+    for name in ("kaon-int8", "eight-bits"):
+        results.plan(name, "one", range(9, 10))
+        results.add(Measurement(name, 9, "one", 30.0))
+    assert run("--rounds", "0") == 0
+    assert "| 1 stream 128/128 | int8 | eight-bits | 1.00 |" in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rounds", "-1"], "-1 is not a number of rounds"),
+        (["--rounds", "0"], "which holds no measurements, and --rounds is 0"),
+        (["--page", "/nowhere.md"], "--page is /nowhere.md, which is no file"),
+        (["--results", __file__, "--append"], "which is no file of measurements"),
+    ],
+)
+def test_a_run_that_would_measure_or_write_nothing_is_refused_at_once(
+    run: Run, measured: list[Measured], arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(*arguments)
+    assert said in capsys.readouterr().err
+    assert not measured
+
+
 def test_a_run_in_pieces_numbers_its_rounds_on(run: Run, measured: list[Measured], tmp_path: Path) -> None:
     run("--peers", "good", "--rounds", "1", "--no-page")
     assert (tmp_path / "page.md").read_text() == "# Benchmarks\n"

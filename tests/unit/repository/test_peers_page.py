@@ -127,6 +127,8 @@ def test_percentiles_are_of_the_nearest_rank() -> None:
 def test_a_run_in_pieces_goes_on_with_the_rounds_of_its_file(tmp_path: Path) -> None:
     before = results_of(tmp_path, Measurement("kaon", 0, "many", 7.0, (0.5, 0.25)))
     assert before.next_round() == 1
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"contestant": "kaon", "rou')  # The run was killed while it wrote.
     again = Results(tmp_path / "results.jsonl", append=True)
     assert (again.median("kaon", "many"), again.gaps("kaon", "many"), again.next_round()) == (7.0, [0.25, 0.5], 1)
     assert Results(tmp_path / "results.jsonl", append=False).contestants() == []
