@@ -29,6 +29,13 @@ usage: kaon serve [MODEL] [flags]   serve a checkpoint directory or hub id; with
 `kaon serve --help` and `kaon chat --help` list the flags.
 """
 
+_BATCH_USAGE = """\
+usage: kaon run-batch INPUT OUTPUT [MODEL] [flags]
+
+Answers the requests in INPUT, one JSON object a line as OpenAI's batches have them, and appends an answer a line to
+OUTPUT. Started again, it continues with the lines that OUTPUT lacks. The flags are those of kaon serve.
+"""
+
 _OK, _FAILED, _BAD_USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 
@@ -91,6 +98,18 @@ def _chat(arguments: list[str], command: str) -> int:
         return run(arguments)
     except ChatError as error:
         return _complain(f"kaon chat: {error}", error.exit_code)
+
+
+def _run_batch(arguments: list[str], command: str) -> int:
+    if arguments[:1] in (["--help"], ["-h"]):
+        sys.stdout.write(_BATCH_USAGE)
+        return _OK
+    if len(arguments) < 2 or any(each.startswith("-") for each in arguments[:2]):
+        return _complain(f"kaon run-batch: INPUT and OUTPUT are missing\n\n{_BATCH_USAGE.rstrip()}", _BAD_USAGE)
+    from server.commands.run_batch import run  # It loads the web framework.
+
+    source, target, *flags = arguments
+    return run(source, target, flags)
 
 
 def _checkpoints(arguments: list[str], command: str) -> int:
@@ -172,7 +191,7 @@ def _complain(sentence: str, exit_code: int) -> int:
 _COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "serve": _serve,
     "chat": _chat,
-    "run-batch": _of_module("run_batch"),
+    "run-batch": _run_batch,
     "quantize": _of_module("quantize"),
     "pull": _checkpoints,
     "list": _checkpoints,

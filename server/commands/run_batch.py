@@ -29,23 +29,9 @@ from server.schemas.batches import BatchEndpoint, BatchError
 _POLL_SECONDS, _WATCH_SECONDS = 0.02, 1.0
 """Seconds between two checks whether the model is loaded, and whether the engine is alive."""
 
-USAGE = """\
-usage: kaon run-batch INPUT OUTPUT [MODEL] [flags]
 
-Answers the requests in INPUT, one JSON object a line as OpenAI's batches have them, and appends an answer a line to
-OUTPUT. Started again, it continues with the lines that OUTPUT lacks. The flags are those of kaon serve.
-"""
-
-
-def run(arguments: Sequence[str]) -> int:
+def run(source: str, target: str, flags: Sequence[str]) -> int:
     """Run the command. Returns the exit code: 0 if all lines were answered, 1 if any failed, 2 for bad usage."""
-    if arguments and arguments[0] in ("--help", "-h"):
-        sys.stdout.write(USAGE)
-        return 0
-    if len(arguments) < 2 or arguments[0].startswith("-") or arguments[1].startswith("-"):
-        sys.stderr.write(f"kaon run-batch: INPUT and OUTPUT are missing\n\n{USAGE}")
-        return 2
-    source, target, *flags = arguments
     try:
         config = load_config(flags)
         endpoint = _endpoint(Path(source))

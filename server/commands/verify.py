@@ -10,13 +10,13 @@ _USAGE = "usage: kaon verify [MODEL] [flags of kaon serve]\n"
 def run(arguments: Sequence[str]) -> int:
     """Run the command. Returns the exit code: 0 if all answers are equal, 1 if some differ or an engine fails, 2 for a
     wrong flag."""
+    if list(arguments) in (["--help"], ["-h"]):
+        sys.stdout.write(_USAGE)
+        return 0
     from engine.client.core_manager import EngineDeadError
     from engine.client.verify import verify
     from engine.config.settings import SettingsError, load_config
 
-    if list(arguments) in (["--help"], ["-h"]):
-        sys.stdout.write(_USAGE)
-        return 0
     try:
         config = load_config(arguments)
     except SettingsError as error:

@@ -507,7 +507,7 @@ def test_run_batch_leaves_a_file_that_is_no_output_as_it_is(content: str, tmp_pa
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": {}}))
     target.write_text(content)
-    assert run_batch([str(source), str(target)]) == 2
+    assert run_batch(str(source), str(target), []) == 2
     assert target.read_text() == content
 
 
@@ -523,7 +523,7 @@ def test_run_batch_refuses_a_wrong_file_and_loads_nothing(
 ) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(content)
-    assert run_batch([str(source), str(target)]) == 2
+    assert run_batch(str(source), str(target), []) == 2
     assert sentence.format(source) in capsys.readouterr().err
     assert not target.exists()
 

@@ -144,6 +144,7 @@ def test_version_and_help_import_next_to_nothing() -> None:
 
 def test_help_of_serve_and_reading_the_settings_import_nothing_heavy() -> None:
     assert not imported_by("from server.cli import main; main(['serve', '--help'])") & HEAVY
+    assert not imported_by("from server.cli import main; main(['run-batch', '--help'])") & (HEAVY | {"pydantic"})
     assert not imported_by("from engine.config.settings import load_config; load_config([])") & HEAVY
 
 
