@@ -167,8 +167,8 @@ def _details(entry: Entry) -> str:
         "ttft": None if entry.ttft is None else f"{entry.ttft:.3f}s",
         "finish": entry.finish_reason,
         "key": entry.owner,
-        "agent": entry.user_agent,
-        "error": None if entry.error is None else f'"{entry.error}"',
+        "agent": entry.user_agent and f'"{entry.user_agent}"',
+        "error": entry.error and f'"{entry.error}"',
     }
     return "".join(f" {name}={value}" for name, value in named.items() if value is not None)
 
@@ -187,7 +187,7 @@ def _entry(scope: Scope, outcome: RequestOutcome) -> Entry:
         seconds=round(outcome.seconds, 6),
         request_id=outcome.request_id,
         owner=None if owner is None or owner.key is None else owner.name,
-        user_agent=_on_one_line(agent.decode("latin-1")) or None,
+        user_agent=_escaped(agent.decode("latin-1")) or None,
         model=facts.model and _on_one_line(facts.model),
         prompt_tokens=facts.prompt_tokens,
         cached_tokens=facts.cached_tokens,
@@ -206,5 +206,5 @@ def _on_one_line(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return `text` shortened, with control characters escaped."""
+    """Return `text` shortened, for a line or a quoted field: without control characters and double quotes."""
     return text[:_MAX_LOGGED_CHARACTERS].encode("unicode_escape").decode("ascii").replace('"', "'")

@@ -578,7 +578,7 @@ async def test_a_request_is_one_line_without_its_query(caplog: pytest.LogCapture
     await client().get("/v1/models?api_key=sk-secret", headers={"X-Request-Id": "trace-7"})
     (line,) = [record.getMessage() for record in caplog.records if record.name == "server.access_log"]
     assert "GET /v1/models 200 " in line
-    assert " trace-7 agent=python-httpx/" in line
+    assert ' trace-7 agent="python-httpx/' in line
     assert "sk-secret" not in caplog.text
 
 
@@ -593,7 +593,7 @@ async def test_a_refused_request_is_logged_with_its_reason_and_no_line_of_its_ow
     assert 'error="the request has no API key; send one as Authorization: Bearer KEY, or as x-api-key"' in first
     assert " key=" not in first
     assert f" key={hashlib.sha256(b'sk-one').hexdigest()[:12]} " in second
-    assert " agent=evil\\tfinish=stop\\x20'x error=\"/no'where is not a path of this server" in second
+    assert ' agent="evil\\tfinish=stop \'x" error="/no\'where is not a path of this server' in second
 
 
 async def test_a_json_line_has_every_part(caplog: pytest.LogCaptureFixture) -> None:
