@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from starlette.types import Scope
 
 from engine.client.core_manager import CoreManager, EngineDeadError, WeightsError
@@ -27,6 +26,7 @@ from engine.text.pooling import PoolingProcessor
 from engine.text.structured.compiler import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from models.architectures.pooling import PoolingConfig, read_pooling
+from models.config.weight_files import read_header
 from models.errors import CheckpointError
 from server.adapters import Adapters, allowed_directory
 from server.errors import BadRequest, ModelNotFound, NotReady, PathNotAllowed, ShuttingDown, WrongTask
@@ -448,16 +448,6 @@ class Frontend:
         return self.adapters.number_of(name)
 
 
-_MAX_HEADER_BYTES = 100_000_000
-"""Longest header that the safetensors library reads. A sparse file could otherwise claim one that fills the memory."""
-
-
-class _Stored(msgspec.Struct):
-    """The entry of a tensor in the header of a safetensors file."""
-
-    data_offsets: tuple[int, int]
-
-
 _VOCABULARIES = ("tokenizer.model", "tiktoken.model", "hy.tiktoken", "tekken.json", "vocab.json", "merges.txt")
 """Files of which a tokenizer is made if there is no tokenizer.json, which is complete alone."""
 
@@ -489,29 +479,7 @@ def _check_replacement(present: Path, new: Path) -> int:
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file} is not a file; copy the checkpoint again")
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if 8 + length > size:
-                raise ValueError(f"{file} ends within its header, so it was not written completely; copy it again")
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(
-                    f"the header of {file} has {length} bytes; it may have at most {_MAX_HEADER_BYTES}, which "
-                    "safetensors reads"
-                )
-            header = opened.read(length)
-        try:
-            entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-            # The metadata hold arbitrary strings, one of which may have the name of a tensor's field.
-            entries.pop("__metadata__", None)
-            ends = [msgspec.json.decode(each, type=_Stored).data_offsets[1] for each in entries.values()]
-        except ValueError as error:
-            raise ValueError(f"the header of {file} cannot be read: {error}") from error
-        if 8 + length + max(ends, default=0) != size:
-            raise ValueError(
-                f"{file} has {size} bytes, which differs from its header, so it was not written completely; copy it "
-                "again"
-            )
+        read_header(file)
     return sum(file.stat().st_size for file in files)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config
-from engine.config.paths import check_directory
+from engine.config.paths import check_checkpoint
 from engine.config.release import release
 from engine.config.server import ServerConfig
 from engine.config.settings import read_models
@@ -86,10 +86,13 @@ def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
         models = read_models(config)
         for entry in models.entries:
             if entry.loads_at_start:
-                check_directory(entry.config.model)
+                check_checkpoint(entry.config.model)
         listener = _listen(config.server_config, _is_keyless(config.server_config, keys))
     except (OSError, ValueError) as error:
         return _fail(str(error))
+    url = _url(listener, "http" if tls is None else "https")
+    loading = (entry.config.model_names[0] for entry in models.entries if entry.loads_at_start)
+    _log.info("Kaon %s loading %s for %s", release(), ", ".join(loading) or "no model yet", url, extra=BARE)
     signals, cores = Signals(), list[CoreManager]()
     try:
         for entry in models.entries:
@@ -106,7 +109,6 @@ def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
         gc.enable()
         if signals.endings:
             return 0
-        url = _url(listener, "http" if tls is None else "https")
         announce = functools.partial(
             _announce, url=url, started=started, is_open=tls is None and not keys, manager=manager
         )

@@ -1,5 +1,5 @@
-"""`resolve_checkpoint`: the local checkpoint directory of a MODEL argument. `check_directory`: its errors, without the
-hub. `weights_digest`: a hash of its weights.
+"""`resolve_checkpoint`: the local checkpoint directory of a MODEL argument. `check_checkpoint`: its errors that are
+found without torch. `weights_digest`: a hash of its weights.
 
 Called by the server, by `LLMEngine` and by the engine core.
 """
@@ -9,6 +9,9 @@ import os
 import stat
 from pathlib import Path
 
+from models.architectures.registry import ARCHITECTURES
+from models.config.fields import MAX_LAYERS, read_config, read_generation_config
+from models.config.weight_files import require_layers
 from models.demo import CHECKPOINT_DIR
 from models.errors import CheckpointError, first_line
 
@@ -17,6 +20,8 @@ HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tikt
 
 _MOST_BYTES = 16 * 2**20
 """The largest file that is read: a file of 40,000 keys."""
+_SIZES = ("hidden_size", "num_attention_heads", "vocab_size")
+"""Fields of config.json that are positive integers, unless an architecture has other names for them or defaults."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -44,13 +49,22 @@ def resolve_checkpoint(model: str | None, revision: str | None = None, *, settin
     return _checked(_download(model, revision, setting), f"hub repository {model}, cached at")
 
 
-def check_directory(model: str | None) -> None:
-    """Raise what `resolve_checkpoint` would, if `model` is a path: the hub, which takes time, is not asked.
+def check_checkpoint(model: str | None) -> None:
+    """Raise `CheckpointError` for a wrong path, a wrong config.json or damaged weights, as their headers show.
 
-    A start calls it first, since the core finds a wrong path only after it has loaded torch.
+    A start calls it first, since the core finds such errors only after it has loaded torch. If `model` is no path, the
+    hub, which takes time, is not asked.
     """
-    if model is not None and (model.startswith(("/", "./", "../", "~")) or os.path.exists(model)):
-        resolve_checkpoint(model)
+    if model is None or not (model.startswith(("/", "./", "../", "~")) or os.path.exists(model)):
+        return
+    path = resolve_checkpoint(model)
+    config = read_config(path)
+    read_generation_config(path)
+    names = config.values.get("architectures")
+    is_ours = isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES
+    for name in _SIZES if is_ours else ():
+        config.integer(name, 1)
+    require_layers(path, config.integer("num_hidden_layers", 1, maximum=MAX_LAYERS) if is_ours else 0)
 
 
 def _checked(path: Path, what: str) -> Path:

@@ -11,7 +11,14 @@ from typing import Any, ClassVar
 
 from models.architectures.registry import ARCHITECTURES, LATENT_HEAD, TEXT_PARTS, ConfigFacts
 from models.config.defaults import has_own_head, of_text_kind, with_left_out
-from models.config.fields import Fields, is_causal, read_config, read_generation_config, with_parts
+from models.config.fields import (
+    MAX_LAYERS,
+    Fields,
+    is_causal,
+    read_config,
+    read_generation_config,
+    with_parts,
+)
 from models.config.rope import RopeConfig, RopeContext, parse_rope, rotated_whole, with_one_rope
 from models.quantization.config import ROUNDING_FIELD, QuantizationConfig
 from models.quantization.methods import parse_quantization
@@ -31,9 +38,6 @@ ACTIVATIONS = {
     "relu2": "relu2",
 }
 """Maps names of activations in config.json to Kaon's names; several are synonyms."""
-_MAX_LAYERS = 4096
-"""Upper limit, far above any checkpoint's, so that a damaged config.json does not make the loader build layers for
-hours."""
 _FULL = "full_attention"
 
 
@@ -135,7 +139,7 @@ class ModelConfig(CheckpointConfig):
         if not is_bidirectional and not is_causal(config):
             raise config.invalid("is_causal", "true: a generated token sees only earlier ones")
         hidden_size = config.integer("hidden_size")
-        num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+        num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
         heads = config.integer("num_attention_heads")
         # Latent attention has no KV heads, and transformers ignores the field there.
         is_latent = facts.head_dim_field == LATENT_HEAD

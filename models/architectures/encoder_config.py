@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from models.architectures.config import CheckpointConfig, checkpoint_dtype
-from models.config.fields import Fields, read_config
+from models.config.fields import MAX_LAYERS, Fields, read_config
 from models.config.rope import RopeConfig, parse_rope
 from models.errors import CheckpointError
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-_MAX_LAYERS = 4096
 _WINDOWED = "sliding_attention"
 _ROBERTA = ("RobertaModel", "XLMRobertaModel")
 
@@ -58,7 +57,7 @@ class EncoderConfig(CheckpointConfig):
         heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
         if hidden_size % heads:
             raise config.invalid("num_attention_heads", f"a divisor of hidden_size, {hidden_size}")
-        num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+        num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
         is_modern = body == "ModernBertModel"
         first_position = config.integer("pad_token_id", 1, minimum=0) + 1 if body in _ROBERTA else 0
         positions = config.integer("max_position_embeddings", minimum=first_position + 2)

@@ -1,1 +1,1 @@
-"""What a checkpoint's JSON files say, read field by field and checked; no torch."""
+"""What a checkpoint's JSON files and the headers of its weights say, read field by field and checked; no torch."""

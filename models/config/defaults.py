@@ -3,7 +3,6 @@
 Those that only one architecture reads are in its `ConfigFacts`.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
 from models.config.fields import Fields
+from models.config.weight_files import read_header
 
 _LEFT_OUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -236,8 +235,6 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "e
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _PIECE = 1 << 20
 """Elements, or bytes, of two tensors that are compared at a time."""
-_MOST_HEADER_BYTES = 100_000_000
-"""As safetensors allows."""
 _ROPES = frozenset({"rope_parameters", "rope_scaling"})
 
 
@@ -259,8 +256,7 @@ def has_own_head(checkpoint: Path) -> bool:
     single, index = checkpoint / "model.safetensors", checkpoint / "model.safetensors.index.json"
     try:
         if single.is_file():
-            with safe_open(single, framework="np") as tensors:
-                files = dict.fromkeys(tensors.keys(), single.name)
+            files = dict.fromkeys(read_header(single).tensors, single.name)
         else:
             weight_map = Fields.from_file(index).section("weight_map") if index.is_file() else None
             files = {} if weight_map is None else dict(weight_map.values)
@@ -270,7 +266,7 @@ def has_own_head(checkpoint: Path) -> bool:
         head = _stored(checkpoint / files[name], name)
         embeddings = (_stored(checkpoint / files[each], each) for each in files if each.endswith(_EMBEDDINGS))
         return not any(_are_equal(head, each) for each in embeddings)
-    except (SafetensorError, OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return False
 
 
@@ -285,13 +281,10 @@ class _Stored(NamedTuple):
 
 
 def _stored(file: Path, name: str) -> _Stored:
-    with file.open("rb") as data:
-        size = int.from_bytes(data.read(8), "little")
-        if size > _MOST_HEADER_BYTES:
-            raise ValueError(f"the header of {file} has {size} bytes")
-        header = json.loads(data.read(size))[name]
-    first, end = header["data_offsets"]
-    return _Stored(file, header["dtype"], header["shape"], 8 + size + first, end - first)
+    header = read_header(file)
+    tensor = header.tensors[name]
+    first, end = tensor.data_offsets
+    return _Stored(file, tensor.dtype, tensor.shape, header.end + first, end - first)
 
 
 def _are_equal(one: _Stored, other: _Stored) -> bool:

@@ -12,6 +12,9 @@ _LARGEST_INTEGER = 2**31 - 1
 _LARGEST_NUMBER = 1e18
 """Above any checkpoint's numbers, and low enough that computing with them cannot overflow."""
 
+MAX_LAYERS = 4096
+"""Upper limit, far above any checkpoint's, so that a damaged config.json does not make the loader build layers for
+hours."""
 
 OTHER_CLASS_NAMES = {
     "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",

@@ -1,10 +1,10 @@
-"""Reads a checkpoint directory: its safetensors files, and its configuration (`read_checkpoint_config`).
+"""Reads a checkpoint directory: its tensors, and its configuration (`read_checkpoint_config`).
 
 The configuration decides which code runs the model: Kaon's own (`ModelConfig`, `EncoderConfig`) or transformers'
 (`TransformersConfig`). transformers is imported only to read the latter.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -18,12 +18,10 @@ from models.architectures.pooling import PoolingConfig
 from models.architectures.registry import ARCHITECTURES, ENCODERS, INDEXED_LAYERS, TEXT_PARTS
 from models.config.fields import Fields, read_config, read_generation_config
 from models.config.rope import RopeContext
+from models.config.weight_files import damaged
 from models.errors import CheckpointError, first_line
 from models.quantization.methods import parse_quantization
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-_NAMED_IN_ERRORS = 5
 ModelImpl: TypeAlias = Literal["auto", "kaon", "transformers"]
 """The code that runs a model; `auto`: Kaon's own if it implements the architecture, else transformers'."""
 _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx", "context_length")
@@ -37,34 +35,6 @@ _LAYER_KINDS = {
     *("conv", "linear_attention", "hybrid", "hybrid_sliding", "moe", "mlp"),
 }
 """The kinds of layers that the general route serves; those of the last line have states, or no attention."""
-
-
-def weight_files(path: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files. Like in transformers, a single file takes precedence over an index.
-
-    Raises `CheckpointError` if there are none, or files that the index names are missing or in another directory:
-    whoever may replace weights may read those of certain directories only.
-    """
-    if (path / _SINGLE_FILE).is_file():
-        return [path / _SINGLE_FILE]
-    if not (path / _INDEX_FILE).is_file():
-        raise CheckpointError(
-            f"{path} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert the weights to safetensors"
-        )
-    index = Fields.from_file(path / _INDEX_FILE)
-    weight_map = index.section("weight_map")
-    if weight_map is None or not all(isinstance(name, str) for name in weight_map.values.values()):
-        raise index.invalid("weight_map", "an object from tensor names to file names")
-    names = sorted(set(weight_map.values.values()))
-    if elsewhere := [name for name in names if name != Path(name).name]:
-        raise CheckpointError(
-            f"weight_map of {path / _INDEX_FILE} names {some(elsewhere, 'file')}; it must name files of that directory"
-        )
-    files = [path / name for name in names]
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise CheckpointError(f"{path} lacks {some(absent, 'file')}, which {_INDEX_FILE} names; download it again")
-    return files
 
 
 def tensors_of_file(
@@ -85,19 +55,7 @@ def tensors_of_file(
                 seen[name] = file
                 yield name, tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise _damaged(file, error) from error
-
-
-def tensor_files(path: Path) -> dict[str, Path]:
-    """Map the name of each tensor of the checkpoint directory `path` to its file. Raises `CheckpointError`."""
-    files: dict[str, Path] = {}
-    for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                files |= dict.fromkeys(tensors.keys(), file)
-        except (SafetensorError, OSError) as error:
-            raise _damaged(file, error) from error
-    return files
+        raise damaged(file, error) from error
 
 
 def read_tensor(file: Path, name: str) -> torch.Tensor:
@@ -106,19 +64,7 @@ def read_tensor(file: Path, name: str) -> torch.Tensor:
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_tensor(name)  # type: ignore[no-any-return]
     except (SafetensorError, OSError) as error:
-        raise _damaged(file, error) from error
-
-
-def _damaged(file: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{file} is truncated or is not a safetensors file ({error}); download it again")
-
-
-def some(names: Iterable[str], noun: str = "tensor") -> str:
-    """Return a count and the first few names, for an error message."""
-    first = sorted(names)
-    dots = ", ..." if len(first) > _NAMED_IN_ERRORS else ""
-    plural = "" if len(first) == 1 else "s"
-    return f"{len(first)} {noun}{plural} ({', '.join(first[:_NAMED_IN_ERRORS])}{dots})"
+        raise damaged(file, error) from error
 
 
 @dataclass(frozen=True, slots=True)

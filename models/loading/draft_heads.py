@@ -17,10 +17,11 @@ from models.architectures.eagle import Eagle, Eagle3, Eagle3Shape
 from models.architectures.llama import LlamaForCausalLM
 from models.architectures.mtp import MTP_OF, DeepseekV4MTP, Qwen3NextMTP
 from models.architectures.registry import ARCHITECTURES, DRAFTERS
+from models.config.weight_files import tensor_files
 from models.demo import CHECKPOINT_DIR, DRAFT_HEAD_DIR
 from models.errors import CheckpointError
 from models.layers.base import DraftLM
-from models.loading.checkpoint import read_tensor, tensor_files
+from models.loading.checkpoint import read_tensor
 from models.loading.drafters import DraftedModel
 from models.loading.loader import load_draft_head
 

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from models.architectures.config import CheckpointConfig, ModelConfig, text_name
 from models.architectures.encoder_config import EncoderConfig
 from models.architectures.registry import ARCHITECTURES, ENCODERS
+from models.config.weight_files import some, weight_files
 from models.errors import CheckpointError, first_line
 from models.layers.attention import Attention
 from models.layers.base import CausalLM, DraftLM
@@ -46,7 +47,7 @@ from models.layers.parameter import (
     weight_bytes,
     weight_loader_of,
 )
-from models.loading.checkpoint import TransformersConfig, some, tensors_of_file, weight_files
+from models.loading.checkpoint import TransformersConfig, tensors_of_file
 from models.loading.packs import PackCache, key_of
 from models.ops import aiter, triton
 from models.ops.cpu import runtime

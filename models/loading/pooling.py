@@ -9,9 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from models.architectures.pooling import HeadLayer, PoolingConfig
+from models.config.weight_files import weight_files
 from models.errors import CheckpointError
 from models.layers.pooling import PoolingHead, VectorLayer
-from models.loading.checkpoint import weight_files
 
 _LANGUAGE_HEADS = (
     *("lm_head.weight", "embed_out.weight", "model.embed_tokens.weight", "embed_tokens.weight"),

@@ -22,11 +22,12 @@ from torch import nn
 from tqdm import tqdm
 
 from models.architectures.config import ModelConfig
+from models.config.weight_files import damaged, weight_files
 from models.errors import CheckpointError
 from models.layers.linear import VocabParallelEmbedding
 from models.layers.moe import FusedMoE
 from models.layers.parameter import can_be_packed, products_without_memory, rounding_of
-from models.loading.checkpoint import read_checkpoint_config, weight_files
+from models.loading.checkpoint import read_checkpoint_config
 from models.loading.loader import (
     CheckpointNames,
     Target,
@@ -164,9 +165,7 @@ def _write_checkpoint(source: Path, target: Path, plan: _Plan, *, progress: bool
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a dict
                 types = {name: opened.get_slice(name).get_dtype() for name in tensors}
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{file} is truncated or is not a safetensors file ({error}); download it again"
-                ) from error
+                raise damaged(file, error) from error
             rounded = {name: plan.weights_of(name, tensor) for name, tensor in tensors.items()}
             written = _write_file(target / file.name, tensors, types, rounded, plan.rounding)
         weight_map |= dict.fromkeys(written, file.name)

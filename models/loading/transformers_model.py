@@ -24,10 +24,11 @@ from models.attention.backend import AttentionBatch, select_backend
 from models.attention.context import Context, forward_context, get_forward_context
 from models.config.fields import read_config
 from models.config.rope import RopeContext, without_lengths
+from models.config.weight_files import some, weight_files
 from models.errors import CheckpointError, first_line
 from models.layers.base import CacheSpec, KVCacheSpec, StateCacheSpec, VectorCacheSpec
 from models.layers.rotary import RotaryByLength
-from models.loading.checkpoint import TransformersConfig, causal_model_class, some, tensors_of_file, weight_files
+from models.loading.checkpoint import TransformersConfig, causal_model_class, tensors_of_file
 from models.loading.transformers_attention import (
     PAGED,
     IndexedAttention,

@@ -131,10 +131,10 @@ def broken(directory: Path, kind: str) -> tuple[Path, str]:
     match kind:
         case "half-written":
             weights.write_bytes(weights.read_bytes()[:-100])
-            return path, "was not written completely"
+            return path, "is truncated or is not a safetensors file"
         case "half-a-header":
             weights.write_bytes(weights.read_bytes()[:100])
-            return path, "was not written completely"
+            return path, "is truncated or is not a safetensors file"
         case "without-a-tensor":
             save_file({name: each for name, each in load_file(weights).items() if "0.mlp.up" not in name}, weights)
             return path, "mlp.up_proj"

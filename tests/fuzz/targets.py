@@ -404,7 +404,8 @@ def written(name: str, data: bytes) -> Path:
 @target
 def safetensors(data: bytes) -> None:
     """A file of weights gives tensors, or a `CheckpointError`. The length of its header may be corrected first."""
-    from models.loading.checkpoint import tensors_of_file, weight_files
+    from models.config.weight_files import weight_files
+    from models.loading.checkpoint import tensors_of_file
 
     choice, rest = choose(data, 4)
     if choice == 0:

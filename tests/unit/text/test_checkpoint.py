@@ -1,13 +1,16 @@
 """`resolve_checkpoint`: the sources of a checkpoint, and one sentence if there is none."""
 
+import json
 from pathlib import Path
 
 import httpx
 import huggingface_hub
+import numpy as np
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors.numpy import save_file
 
-from engine.config.paths import check_directory, resolve_checkpoint
+from engine.config.paths import check_checkpoint, resolve_checkpoint
 from models.demo import CHECKPOINT_DIR
 from models.errors import CheckpointError
 
@@ -68,10 +71,56 @@ def test_a_wrong_path_is_found_before_the_start_and_a_hub_id_is_left_to_it(
     model: str, said: str, tmp_path: Path, hub: dict[str, object]
 ) -> None:
     with pytest.raises(CheckpointError, match=said):
-        check_directory(model.format(empty=tmp_path))
+        check_checkpoint(model.format(empty=tmp_path))
     for right in (None, "acme/model"):
-        check_directory(right)
+        check_checkpoint(right)
     assert not hub
+
+
+_CONFIG = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "num_hidden_layers": 3}
+_WEIGHTS = "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", "{", r"config\.json cannot be read: .*; download the checkpoint again"),
+        (
+            "config.json",
+            json.dumps(_CONFIG | {"hidden_size": "8"}),
+            r'hidden_size of .* is "8"; it must be an integer',
+        ),
+        ("config.json", json.dumps(_CONFIG | {"num_hidden_layers": 5000}), "it must be an integer from 1 to 4096"),
+        (
+            "config.json",
+            json.dumps(_CONFIG | {"num_hidden_layers": 5}),
+            r"lacks 2 layers \(3, 4\), but num_hidden_layers",
+        ),
+        ("generation_config.json", "[]", r"generation_config\.json holds a list; it must hold a JSON object"),
+        (_WEIGHTS, "<html>", r"model\.safetensors is truncated or is not a safetensors file .*; download it again"),
+        (_WEIGHTS, None, r"has neither model\.safetensors nor"),
+    ],
+)
+def test_a_wrong_checkpoint_is_found_before_the_start(
+    name: str, content: str | None, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
+    save_file({f"model.layers.{number}.norm": np.zeros(1) for number in range(3)}, tmp_path / _WEIGHTS)
+    check_checkpoint(str(tmp_path))
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=said):
+        check_checkpoint(str(tmp_path))
+
+
+def test_layers_of_other_names_and_other_tools_pass(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
+    save_file({"transformer.h.0.norm": np.zeros(1)}, tmp_path / _WEIGHTS)
+    check_checkpoint(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["OtherModel"], "num_hidden_layers": "3"}))
+    check_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["/no/such/dir", ""])
