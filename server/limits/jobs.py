@@ -43,6 +43,9 @@ _LONGEST_REST_SECONDS = 0.1
 MANY_OBJECTS = 512
 """Lists and objects of a body, beyond which few such bodies are parsed and prepared at a time."""
 
+NUM_GRAMMAR_CHECKS = 2
+"""Grammars that are checked at a time: costly grammars of one owner leave a process free for the others."""
+
 _LONGEST_SLOT_SECONDS = 5.0
 """Time after which a slot is freed although its request still waits, for a model to load or for costly grammars: other
 requests with many objects must not wait for these."""
@@ -307,7 +310,3 @@ class Jobs:
         texts = (self.texts, self.large_texts, self.answers, self.templates)
         for pool in (self.bodies, self.objects, *texts, self.grammars, self.batches):
             pool.close()
-
-
-NUM_GRAMMAR_CHECKS = 2
-"""Grammars that are checked at a time: costly grammars of one owner leave a process free for the others."""
