@@ -90,11 +90,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
             if not text:
                 raise ValueError("stop_strings holds an empty string; each must have at least 1 character")
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the argmax is taken, without randomness."""
-        return self.temperature == 0.0
-
 
 def _within(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     """Raise unless `low <= value <= high` (`low < value` when `low_open`); NaN is outside every range."""

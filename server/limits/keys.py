@@ -75,11 +75,6 @@ class ApiKeys:
         accepted = {**self._filed, **self._given}
         return sum("inference" in each.owner.scopes for each in accepted.values())
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the keys, in the order of the file."""
-        return [each.owner.key_name for each in self._filed.values() if each.owner.key_name is not None]
-
     def owner(self, key: bytes) -> Owner | None:
         """Return the owner of `key`; None if the key is not accepted. Raises `InvalidApiKey` if it has expired."""
         digest = hashlib.sha256(key).hexdigest()
