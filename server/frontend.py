@@ -93,9 +93,11 @@ class Shared:
         self.accounts = Accounts()
         self.metrics.show_owners(self.accounts.by_label)
         self.quotas = QuotaMeter(self.accounts)
+        self.quotas.limit(settings)
         self.jobs = Jobs(self.accounts)
         self.reloader = Reloader(config, read_config, models)
         """Applies changed settings to the running server."""
+        self.reloader.add(self.quotas.limit)
         self.streams = ResumableStreams(
             settings.resumable_stream_bytes,
             settings.resumable_stream_seconds,

@@ -253,14 +253,13 @@ class Admission:
         return admission
 
     def limit(self, settings: ServerConfig) -> None:
-        """Apply new bounds and quotas to later requests. Requests that are admitted already stay admitted."""
+        """Apply new bounds to later requests. Requests that are admitted already stay admitted."""
         sequences, tokens = settings.max_queued_requests, settings.max_queued_tokens
         self._limits = Limits(
             self._most_running if sequences is None else sequences,
             self._capacity if tokens is None else tokens,
             settings.max_requests_per_key,
         )
-        self.quotas.defaults = QuotaMeter.defaults_of(settings)
 
     def open(self, model: ModelInfo, num_replicas: int = 1) -> None:
         """Set the token bound, unless a setting does, to the prompt tokens that the loaded model's KV caches hold."""

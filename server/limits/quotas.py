@@ -88,22 +88,23 @@ class QuotaMeter:
     def __init__(
         self, accounts: Accounts, defaults: Quotas = NO_QUOTAS, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """`defaults` are the quotas of owners whose keys set none."""
         self._accounts = accounts
-        self.defaults = defaults
-        """Quotas of owners whose keys set none."""
+        self._defaults = defaults
         self._clock = clock
         self._kept: dict[tuple[str, str], _Bucket] = {}
         """Buckets by party and kind. A full bucket may be dropped: a new one is equal to it."""
         self._most_kept = _MAX_BUCKETS
 
-    @staticmethod
-    def defaults_of(config: ServerConfig) -> Quotas:
-        """Return the quotas that the server's settings give."""
-        return Quotas(config.requests_per_minute, config.prompt_tokens_per_minute, config.output_tokens_per_minute)
+    def limit(self, settings: ServerConfig) -> None:
+        """Apply new default quotas to later requests."""
+        self._defaults = Quotas(
+            settings.requests_per_minute, settings.prompt_tokens_per_minute, settings.output_tokens_per_minute
+        )
 
     def quotas_of(self, owner: Owner) -> Quotas:
         """Return each quota of the owner's key or, where the key sets none, the server's default."""
-        pairs = zip(owner.quotas, self.defaults, strict=True)
+        pairs = zip(owner.quotas, self._defaults, strict=True)
         return Quotas(*(default if own is None else own for own, default in pairs))
 
     def check(self, owner: Owner, prompt_tokens: int) -> None:
