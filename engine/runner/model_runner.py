@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -507,17 +507,11 @@ class ModelRunner:
         dp_metadata = self.loaded.dp_metadata(num_tokens, self.tokens_across_dp)
         layers = self._stream_layers
         with forward_context(on_device.metadata, context, dp_metadata, lora=lora, stream_layers=layers) as step:
-            if (
-                self.sentinel is None
-                or inputs.bounds is not None
-                or (self._is_dummy_run and not self.sentinel.is_rehearsing)
-                or not self.sentinel.is_due(inputs)
-            ):
+            sentinel = self._sentinel_of(inputs)
+            with nullcontext() if sentinel is None else sentinel.observing(on_device.graph_size):
                 hidden = self._hidden_states(on_device, num_tokens, has_adapters=has_adapters)  # [T, H]
-            else:
-                with self.sentinel.observing(on_device.graph_size):
-                    hidden = self._hidden_states(on_device, num_tokens, has_adapters=has_adapters)
-                self.sentinel.note_step(inputs, on_device.metadata)
+            if sentinel is not None:
+                sentinel.note_step(inputs, on_device.metadata)
             prompt_logprobs = None
             if prompt_spans:
                 prompt_logprobs = self.head.prompt_logprobs(hidden, prompt_spans, self._pause_if_interrupted)
@@ -529,6 +523,13 @@ class ModelRunner:
                 hidden = hidden[on_device.last_tokens]
             logits = self.head.logits_or_tokens(hidden, inputs, by_shard=self._chooses_by_shard)
             return StepResult(logits, prompt_logprobs, pooled, drafted_from)
+
+    def _sentinel_of(self, inputs: StepInputs) -> Sentinel | None:
+        """The sentinel, if it samples this step's results, else None."""
+        if self.sentinel is None or inputs.bounds is not None:
+            return None
+        is_served = not self._is_dummy_run or self.sentinel.is_rehearsing
+        return self.sentinel if is_served and self.sentinel.is_due(inputs) else None
 
     def postprocess(
         self,
