@@ -31,18 +31,18 @@ class FullCollections:
         self._clock = clock
         self._resident = resident or _resident_bytes
         self._set_most_resident()
-        self._look_at = 0.0
+        self._check_at = 0.0
         young, middle, _ = gc.get_threshold()
         self._num_due = middle
         """Number of collections of the middle generation after which a full one is due, as in the interpreter."""
         gc.set_threshold(young, middle, 2**31 - 1)
 
-    def look(self) -> None:
+    def collect_if_due(self) -> None:
         """Collect if a collection is due, and it is short or the memory has grown much."""
-        if gc.get_count()[2] < self._num_due or (began := self._clock()) < self._look_at:
+        if gc.get_count()[2] < self._num_due or (began := self._clock()) < self._check_at:
             return
         if len(gc.get_objects(2)) > _MOST_OBJECTS and self._resident() < self._most_resident:
-            self._look_at = began + (self._clock() - began) / _COUNTING_SHARE
+            self._check_at = began + (self._clock() - began) / _COUNTING_SHARE
             return
         gc.collect()
         self._set_most_resident()

@@ -676,9 +676,9 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         self._manager.beat()
-        self._collections.look()
+        self._collections.collect_if_due()
         if self._tls is not None:
-            self._tls.look()
+            self._tls.reload_if_changed()
         if self._signals.asks_reload:
             self._signals.asks_reload = False
             self._models.shared.reloader.reload_and_log()

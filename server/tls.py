@@ -23,7 +23,7 @@ class Tls:
         self._config = config
         self._files = [file for file in (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs) if file]
         self._stamp = self._stamp_now()
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self | None:
@@ -31,15 +31,15 @@ class Tls:
         context = tls_context(config)
         return None if context is None else cls(config, context)
 
-    def look(self) -> None:
+    def reload_if_changed(self) -> None:
         """Read the files again if they have changed. May be called at any rate; it checks once a second.
 
         If the files cannot be used, the context stays and the reason is logged: a new certificate may be written
         before its key.
         """
-        if (now := time.monotonic()) < self._next_look:
+        if (now := time.monotonic()) < self._next_check:
             return
-        self._next_look = now + _LOOK_SECONDS
+        self._next_check = now + _LOOK_SECONDS
         stamp = self._stamp_now()
         if stamp == self._stamp:
             return

@@ -114,7 +114,7 @@ class EngineCore:
         while not self._stopping:
             self._process_engine_step()
             if self._collections is not None:
-                self._collections.look()
+                self._collections.collect_if_due()
             self.pull_and_process_input_queue()
 
     def produce_token(self) -> None:

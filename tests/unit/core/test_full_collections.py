@@ -33,32 +33,32 @@ def test_full_collections_happen_while_they_are_short_or_once_memory_has_grown(
 
         hold(10_000)
         assert not full, "the interpreter's own"
-        collections.look()
+        collections.collect_if_due()
         assert len(full) == 1
-        collections.look()
+        collections.collect_if_due()
         assert len(full) == 1, "none is due"
         hold(40_000)
-        collections.look()
+        collections.collect_if_due()
         assert len(full) == 1, "it would be long"
         resident[0] += 2**28
-        collections.look()
+        collections.collect_if_due()
         assert len(full) == 2, "the memory has grown"
         hold(1000)
-        collections.look()
+        collections.collect_if_due()
         assert len(full) == 2, "it has not grown again"
         resident[0] *= 4
-        collections.look()
+        collections.collect_if_due()
         assert len(full) == 3
         hold(1000)
         resident[0] += 2**28
-        collections.look()
+        collections.collect_if_due()
         assert len(full) == 3, "a large memory may grow by more"
         resident[0] += resident[0] // 4
-        collections.look()
+        collections.collect_if_due()
         assert len(full) == 4
         held.clear()
         hold(1000)
-        collections.look()
+        collections.collect_if_due()
         assert len(full) == 5
     finally:
         gc.callbacks.remove(count)
@@ -68,11 +68,11 @@ def test_full_collections_happen_while_they_are_short_or_once_memory_has_grown(
 def test_a_core_looks_after_each_step_whether_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
     thresholds, looks = gc.get_threshold(), 0
 
-    def look(self: FullCollections) -> None:
+    def collect_if_due(self: FullCollections) -> None:
         nonlocal looks
         looks += 1
 
-    monkeypatch.setattr(FullCollections, "look", look)
+    monkeypatch.setattr(FullCollections, "collect_if_due", collect_if_due)
     try:
         bench = Bench(collections=FullCollections())
         bench.add(1, max_tokens=6)

@@ -70,12 +70,12 @@ def test_files_that_change_are_read_again_and_broken_ones_change_nothing(
     files = tls.Tls.of(ServerConfig(ssl_certfile=certificate, ssl_keyfile=key))
     assert files is not None
     first = files.context
-    files.look()
+    files.reload_if_changed()
     assert files.context is first
     renewed, its_key = make_certificate(tmp_path, "renewed")
     Path(certificate).write_text(Path(renewed).read_text())
-    files.look()
+    files.reload_if_changed()
     assert files.context is first
     Path(key).write_text(Path(its_key).read_text())
-    files.look()
+    files.reload_if_changed()
     assert files.context is not first
