@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.client.llm_engine import LLMEngine
 from engine.config.config import ParallelConfig
@@ -65,6 +66,28 @@ def test_experts_spread_over_threads_give_the_tokens_of_transformers(
         for number, model in enumerate(models)
     ]
     assert at_once(calls)[::size] == [whole[replica:] for replica in range(replicas)]
+
+
+@pytest.mark.parametrize(
+    ("size", "replicas", "spread"),
+    [
+        pytest.param(2, 1, False, marks=pytest.mark.slow),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
+        pytest.param(1, 2, True, marks=pytest.mark.slow),
+        (2, 2, True),
+    ],
+)
+def test_several_experts_a_token_of_llama_4_are_added_once_over_ranks_and_replicas(
+    size: int, replicas: int, spread: bool, tmp_path: Path
+) -> None:
+    """Each has an input of its own, so the layer of experts runs once for each."""
+    variant = next(each for each in all_variants() if each.architecture == "Llama4ForCausalLM")
+    checkpoint = make_checkpoint(tmp_path, variant.family, **{**variant.overrides, "num_experts_per_tok": 2})
+    exact = Reference(checkpoint).logits(PROMPTS[0]).log_softmax(-1)
+    places = [place for ranks in thread_ranks(size, replicas, spread_experts=spread) for place in ranks]
+    models = at_once([partial(PagedModel, checkpoint, parallel=place) for place in places])
+    for found in at_once([partial(model.logits, PROMPTS[0]) for model in models])[::size]:
+        torch.testing.assert_close(found.log_softmax(-1), exact, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
