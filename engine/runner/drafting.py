@@ -83,6 +83,8 @@ class VerifiedRows(NamedTuple):
     """The drafts of all rows, in order. # [any]"""
     wanted: list[int]
     """As in `ModelDrafter.draft`; at least one is not 0."""
+    is_greedy: bool
+    """Whether every row takes its argmax."""
 
 
 class DeviceDrafts(NamedTuple):
@@ -132,6 +134,8 @@ class ModelDrafter:
         """Offset from an entry's position to the position of the token that it reads."""
         self._has_skipped = False
         """Whether the last step was skipped."""
+        self._are_current = False
+        """Whether all entries before the positions of the step that `can_verify` has seen last are computed."""
         self._num_done = np.zeros(num_slots, dtype=np.int64)
         """Number of computed entries of each slot."""
         self._num_stored = np.zeros(num_slots, dtype=np.int64)
@@ -225,12 +229,16 @@ class ModelDrafter:
             return False
         if not chain.holds(len(slots), len(slots) + len(rows.drafts)):
             return False
-        if not self._can_choose(slots, is_greedy=self._input_batch.are_greedy(slots)):
+        if not self._can_choose(slots, is_greedy=rows.is_greedy):
             return False
-        if self._has_skipped or not self._are_current(rows):
-            self._begin(slots, np.array(rows.firsts))
         done = self._num_done[slots].tolist()
-        return all(map(operator.eq, compress(done, rows.wanted), compress(rows.firsts, rows.wanted)))
+        if self._has_skipped or done != rows.firsts:
+            self._begin(slots, np.array(rows.firsts))
+            done = self._num_done[slots].tolist()
+        self._are_current = done == rows.firsts
+        return self._are_current or all(
+            map(operator.eq, compress(done, rows.wanted), compress(rows.firsts, rows.wanted))
+        )
 
     def verify(self, rows: VerifiedRows, rounds: Rounds | None = None) -> Verified:
         """Compute a step of the target and the drafts after it by the operators, without work of the host in between.
@@ -246,7 +254,7 @@ class ModelDrafter:
             states_after = batch.states_after(slots, states, counts, counts, len(slots))
         if (
             states is not None
-            or not self._are_current(rows)
+            or not self._are_current
             or not chain.holds(len(slots), len(slots) * (1 + max(rows.wanted)))
         ):
             rounds = None
@@ -261,7 +269,7 @@ class ModelDrafter:
             states=states,
             states_after=states_after,
         )
-        return chain.verify(verifying, batch.block_table, rounds, is_sampled=not batch.are_greedy(slots))
+        return chain.verify(verifying, batch.block_table, rounds, is_sampled=not rows.is_greedy)
 
     # Drafts on the device, before the host has read the step
 
@@ -402,7 +410,7 @@ class ModelDrafter:
     def take(self, verified: Verified, rows: VerifiedRows, ends: list[int]) -> list[list[int]]:
         """The drafts of each row from `verify`. `ends`: end of the entries of the accepted tokens. # each [B]"""
         slots = rows.slots
-        if self._are_current(rows):
+        if self._are_current:
             self._num_done[slots] = ends
         else:
             firsts, past = np.array(rows.firsts), np.array(ends)
@@ -416,11 +424,6 @@ class ModelDrafter:
         drafts: list[list[int]] = [[] for _ in range(len(slots))]
         _fill(drafts, verified.rows, verified.drafts, verified.counts)
         return drafts
-
-    def _are_current(self, rows: VerifiedRows) -> bool:
-        """Whether all entries before the step's positions are computed."""
-        done: list[int] = self._num_done[rows.slots].tolist()
-        return done == rows.firsts
 
     def proposals(self, inputs: StepInputs) -> Proposals | None:
         """Those of a step's drafts that were sampled at random, with their distributions, for rejection sampling."""

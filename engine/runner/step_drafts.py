@@ -94,7 +94,9 @@ class StepDrafts:
             return None
         counts, ends = batch.num_scheduled_tokens, batch.context_lens
         firsts = [end - count for end, count in zip(ends, counts, strict=True)]
-        rows = VerifiedRows(batch.slots, counts, ends, firsts, batch.draft_tokens, batch.num_next_drafts)
+        slots = batch.slots
+        is_greedy = self._input_batch.are_greedy(slots)
+        rows = VerifiedRows(slots, counts, ends, firsts, batch.draft_tokens, batch.num_next_drafts, is_greedy)
         if self._input_batch.adapters_of(rows.slots) is not None or not self.drafter.can_verify(rows):
             return None
         self._input_batch.apply(batch)
