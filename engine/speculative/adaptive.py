@@ -162,10 +162,19 @@ class StepCosts:
         return self._steps.at(_size(num_tokens)) or 0.0
 
     def drafting(self, num_rows: int, depth: int) -> float:
-        """Expected seconds of drafting; 0 without measurements. Sizes above the largest measured one count as it."""
+        """Expected seconds of drafting; 0 without measurements. Sizes above the largest measured one count as it.
+
+        Fewer drafts than any measured number take their share of it, since a pass over all rows makes each.
+        """
         if not depth or not num_rows:
             return 0.0
-        return _between(self._rows, _size(num_rows), lambda rows: self._drafting[rows].at(depth)) or 0.0
+
+        def known(num_known_rows: int) -> float | None:
+            means = self._drafting[num_known_rows]
+            seconds = means.at(depth)
+            return None if seconds is None else seconds * min(1.0, depth / means.sizes[0])
+
+        return _between(self._rows, _size(num_rows), known) or 0.0
 
     def with_drafting(self, num_tokens: int, num_rows: int, depth: int) -> float:
         """Expected seconds of a step and of drafting `depth` tokens for each of `num_rows` rows after it."""
@@ -523,6 +532,8 @@ class DraftPlan:
         """Whether the next step has no drafts, so that its cost is measured."""
         self._steps_left = 0
         self._planned_size = 0
+        self._probed: dict[int, int] = {}
+        """The step from which on steps of each size were last planned to measure them."""
 
     @property
     def is_stopped(self) -> bool:
@@ -543,7 +554,7 @@ class DraftPlan:
             return self._try_depth
         record = self._records.get(seq.id)
         limit = self._first_limit if record is None else record.limit
-        return max(limit, self._try_depth) if self.gate.is_trying else limit
+        return self._try_depth if self.gate.is_trying and not limit else limit
 
     def limit_rows(self, limits: list[int]) -> list[int]:
         """Set to 0 what is too much in `limits`, the most drafts of each row that a model may make after a step.
@@ -714,6 +725,9 @@ class DraftPlan:
             seconds = self.costs.with_drafting(tokens, rows, self._try_depth)
             self._try_cost = max(0.0, seconds / plain - 1.0) if plain else 0.0
         self._gain = best
+        may_probe = num_rows <= _TRYING_ROWS or not (self.gate.is_trying or self.gate.needs_plain_steps)
+        if self._by_model and may_probe and plain:
+            limits = self._probing(limits)
         for record, limit in zip(records, limits, strict=True):
             record.limit = limit
         self._has_drafts = any(limits)
@@ -721,6 +735,18 @@ class DraftPlan:
         self._steps_left = _STEPS_PER_PLAN if self._has_drafts else _STEPS_PER_IDLE_PLAN
         # A new sequence has the average number of drafts of the others.
         self._first_limit = max(1, round(sum(limits) / num_rows)) if self._has_drafts else 0
+
+    def _probing(self, limits: list[int]) -> list[int]:
+        """The most drafts of each row, one fewer than `limits` where steps of that size are to be measured again.
+
+        Of a step of fewer drafts, more rounds share the host's time, which only a measurement shows.
+        """
+        fewer = [min(limit, max(0, max(limits) - 1)) for limit in limits]
+        size, step = _size(len(limits) + sum(fewer)), self.costs.num_steps
+        if not any(fewer) or step - self._probed.get(size, -_STALE_STEPS) < _STALE_STEPS:
+            return limits
+        self._probed[size] = step
+        return fewer
 
     def _try(self, seqs: Rows[Sequence]) -> None:
         """Choose the sequences without drafts that try some after the next step: those with the oldest last try."""

@@ -202,6 +202,30 @@ def test_drafting_for_fewer_rows_costs_what_it_costs_for_so_many() -> None:
     assert costs.drafting(0, 1) == costs.drafting(2, 0) == 0.0
 
 
+def test_fewer_drafts_than_were_ever_made_cost_their_share() -> None:
+    costs = StepCosts()
+    costs.note_drafting(DraftWork(0.006, 8, 3))
+    assert costs.drafting(8, 1) == pytest.approx(0.002)
+    costs.note_drafting(DraftWork(0.003, 8, 1))
+    assert costs.drafting(8, 1) == pytest.approx(0.003), "measured by now"
+    assert costs.drafting(8, 2) == pytest.approx(0.0045)
+
+
+def test_a_model_makes_one_draft_where_more_gain_less() -> None:
+    """Several rounds of few drafts share the host's time, so that such a step takes less than one on the line between
+    plain steps and those of many drafts."""
+    simulation = Simulation(
+        4,
+        lambda _: 0.8,
+        step=lambda tokens: 0.00075 if tokens <= 4 else 0.0001 + 0.00008 * tokens,
+        drafting=lambda rows, depth: 0.000034 * rows * depth,
+        by_model=True,
+    )
+    simulation.run(300)
+    simulation.run(300)
+    assert sum(count == 1 for count in simulation.verified) > 0.8 * len(simulation.verified)
+
+
 def test_a_step_is_not_taken_to_cost_less_than_nothing() -> None:
     costs = StepCosts()
     for _ in range(20):
