@@ -67,7 +67,7 @@ def choose_threads(config: Config, cpus: Collection[int] | None = None, *, ranks
     return plan_cores(asked, allowed, ranks=ranks)
 
 
-def settle(plan: CorePlan, *, is_rank: bool = False) -> None:
+def pin_torch_threads(plan: CorePlan, *, is_rank: bool = False) -> None:
     """Start torch's threads and pin them to their cores, before operators start or weights are read.
 
     One of several ranks computes only on the CPUs of its plan, since the system might let two ranks share a CPU.
@@ -89,7 +89,7 @@ def settle(plan: CorePlan, *, is_rank: bool = False) -> None:
         torch.ones(1 << 20).add_(1)
 
 
-def pin(plan: CorePlan, operators: Library | None) -> frozenset[int]:
+def pin_operator_threads(plan: CorePlan, operators: Library | None) -> frozenset[int]:
     """Pin the operators' threads to the plan's cores, and all other threads outside them. Returns the pinned CPUs.
 
     Torch's threads sleep while operators run.
@@ -204,7 +204,7 @@ def load_rank(
     if device.type == "cpu":
         rank, ranks = _rank_on_host(shard, share)
         plan = choose_threads(config, None if ranks == 1 else own_cpus(rank, ranks), ranks=ranks)
-        settle(plan, is_rank=ranks > 1)
+        pin_torch_threads(plan, is_rank=ranks > 1)
         if plan.node is not None:
             _bind_memory(plan.node, path, config, share.num_local)
     world = None if lockstep_member is None else _world(config, lockstep_member, shard, device)
@@ -224,7 +224,7 @@ def load_rank(
         config = _with_own_head(config, model_config)
     pinned: frozenset[int] = frozenset()
     if plan is not None:
-        pinned = pin(plan, operators)
+        pinned = pin_operator_threads(plan, operators)
         by = "torch" if operators is None else f"the {library.INSTRUCTION_SETS[operators.isa]} operators"
         logger.info("%s, by %s", plan, by)
     loaded = load_model(

@@ -22,7 +22,7 @@ import os, threading, time
 from pathlib import Path
 import torch
 from engine.distributed.host_resources import CorePlan
-from engine.runner.build import pin, settle
+from engine.runner.build import pin_operator_threads, pin_torch_threads
 from models.ops.cpu import runtime
 
 allowed = sorted(os.sched_getaffinity(0))
@@ -32,11 +32,11 @@ stop = threading.Event()
 before = threading.Thread(target=stop.wait, daemon=True)
 before.start()
 plan = CorePlan(2, frozenset(allowed[:2]), (allowed[1], allowed[0]), frozenset(allowed[:1]))
-settle(plan)
+pin_torch_threads(plan)
 assert torch.get_num_threads() == 2
 assert os.sched_getaffinity(before.native_id) == set(allowed[1:])
 operators = runtime.start(2)
-own = pin(plan, operators)
+own = pin_operator_threads(plan, operators)
 if operators is None:
     assert own == frozenset()
 else:

@@ -278,8 +278,8 @@ def test_the_embedded_model_drafts_with_its_head_where_the_operators_compute_it(
     fields: dict[str, Any], drafts: tuple[str, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless a setting names drafts, by any of their flags."""
-    monkeypatch.setattr(build, "settle", lambda *_, **__: None)
-    monkeypatch.setattr(build, "pin", lambda *_: frozenset())
+    monkeypatch.setattr(build, "pin_torch_threads", lambda *_, **__: None)
+    monkeypatch.setattr(build, "pin_operator_threads", lambda *_: frozenset())
     loaded = build.load_rank(Config.from_fields(device="cpu", **fields), CHECKPOINT_DIR).loaded
     found = loaded.config.speculative_config
     assert drafts == (None if found is None else (found.speculative_method, found.num_speculative_tokens))

@@ -76,8 +76,8 @@ def test_a_caution_is_logged_when_a_model_with_recurrent_layers_is_served(
         return SimpleNamespace(config=config, layer_caches=lambda: SimpleNamespace(have_states=have_states))
 
     monkeypatch.setattr(build, "load_model", load_model)
-    monkeypatch.setattr(build, "settle", lambda *_, **__: None)
-    monkeypatch.setattr(build, "pin", lambda *_: frozenset())
+    monkeypatch.setattr(build, "pin_torch_threads", lambda *_, **__: None)
+    monkeypatch.setattr(build, "pin_operator_threads", lambda *_: frozenset())
     monkeypatch.setattr(ptxas, "caution", lambda device: f"known of {device}")
     path = Path(models.__file__).parent / "demo" / "checkpoint"
     with caplog.at_level("INFO"):
