@@ -9,8 +9,9 @@ import contextlib
 import signal
 import socket
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -105,47 +106,47 @@ _to_rank = msgspec.msgpack.Encoder()
 _from_rank = msgspec.msgpack.Decoder(FromRank)
 
 
-def send_to_rank(connection: socket.socket, message: ToRank) -> None:
-    """Send a message to a rank. If it is gone, the end of the socket shows that."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        connection.send(_to_rank.encode(message))
+class RankLink(ABC):
+    """The connection to one rank: a socket, whose end shows that the rank is gone."""
 
-
-def receive_from_rank(connection: socket.socket) -> FromRank | None:
-    """Wait for a message of a rank; None when it is gone."""
-    try:
-        packet = connection.recv(MAX_BYTES)
-    except ConnectionResetError:
-        return None
-    return _from_rank.decode(packet) if packet else None
-
-
-class RankLink(Protocol):
-    """The connection to one rank."""
-
-    rank: int
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        """`connection` is a socket of packets, which this object closes."""
+        self.rank = rank
+        self._socket = connection
 
     @property
     def title(self) -> str:
         """Its name in error messages."""
+        return f"tensor-parallel rank {self.rank}"
 
     @property
     def missing_step(self) -> str | None:
         """The pending step before the rank can receive messages, as the end of "did not"; None if there is none."""
+        return None
 
     @property
     def descriptor(self) -> int:
         """Descriptor that is readable when there is a message of the rank, or the rank is gone."""
+        return self._socket.fileno()
 
     def send(self, message: ToRank) -> None:
-        """Send a message to the rank. If it is gone, the end of the connection shows that."""
+        """Send a message to the rank, when its host has joined. If the rank is gone, `receive` shows that."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.send(_to_rank.encode(message))
 
     def receive(self) -> FromRank | None:
         """Wait for the next message of the rank; None when it is gone."""
+        try:
+            packet = self._socket.recv(MAX_BYTES)
+        except ConnectionResetError:
+            return None
+        return _from_rank.decode(packet) if packet else None
 
+    @abstractmethod
     def exit_reason(self) -> tuple[str, bool]:
         """Return how the rank has ended, as the end of a sentence, and whether another process ended it."""
 
+    @abstractmethod
     def close(self, timeout: float) -> None:
         """End the rank, after `timeout` seconds by force."""
 
@@ -158,14 +159,14 @@ RANK_MODULE = "engine.runner.rank_process"
 """Module that the process of a rank runs."""
 
 
-class RankProc:
-    """See `RankLink`. A process of this host and a socket pair, whose end shows that the other process has ended."""
+class RankProc(RankLink):
+    """A rank's process on this host."""
 
     def __init__(self, launch: RankLaunch, descriptors: Sequence[int]) -> None:
         """Start the process, which inherits `descriptors`. Raises `OSError` if it cannot be started."""
-        self.rank = launch.shard.rank
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(launch.shard.rank, ours)
         self.name = launch.name
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, starting_child():
             # As the engine core is started: with the code of its parent, and no Ctrl-C.
             self._process = subprocess.Popen(
@@ -177,29 +178,6 @@ class RankProc:
                 process_group=0,
             )
         self.send(launch)
-
-    @property
-    def title(self) -> str:
-        """See `RankLink`."""
-        return f"tensor-parallel rank {self.rank}"
-
-    @property
-    def missing_step(self) -> str | None:
-        """See `RankLink`: nothing, since the process was started here."""
-        return None
-
-    @property
-    def descriptor(self) -> int:
-        """See `RankLink`."""
-        return self._socket.fileno()
-
-    def send(self, message: ToRank) -> None:
-        """See `RankLink`."""
-        send_to_rank(self._socket, message)
-
-    def receive(self) -> FromRank | None:
-        """See `RankLink`."""
-        return receive_from_rank(self._socket)
 
     def exit_reason(self) -> tuple[str, bool]:
         """See `RankLink`; waits until the process has exited."""

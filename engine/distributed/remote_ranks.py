@@ -24,10 +24,9 @@ from engine.distributed.rank_link import (
     MAX_BYTES,
     FromRank,
     RankFailed,
+    RankLink,
     RankLoaded,
     ToRank,
-    receive_from_rank,
-    send_to_rank,
 )
 from engine.distributed.step_transport import TcpSteps
 
@@ -35,8 +34,8 @@ _to_rank = msgspec.msgpack.Decoder(ToRank)
 _encoder = msgspec.msgpack.Encoder()
 
 
-class RemoteRank:
-    """See `RankLink` and `RemoteMember`.
+class RemoteRank(RankLink):
+    """A rank on another host. See also `RemoteMember`.
 
     It is a pair of sockets: one end for the rank manager, the other for the thread of `HostRouter`.
     """
@@ -46,11 +45,11 @@ class RemoteRank:
 
     def __init__(self, rank: int, node: int, address: str) -> None:
         """`address` is the address at which its host joins."""
-        self.rank = rank
+        near_end, self._far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(rank, near_end)
         self.node = node
         self._address = address
         self._host: str | None = None
-        self._socket, self._far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._exit_reason = ("is gone", True)
 
     # -- for the manager ----------------------------------------------------------------------------------------
@@ -59,25 +58,16 @@ class RemoteRank:
     def title(self) -> str:
         """See `RankLink`."""
         where = f" on node {self.node}" if self._host is None else f" on node {self.node} ({self._host})"
-        return f"tensor-parallel rank {self.rank}{where}"
+        return f"{super().title}{where}"
 
     @property
     def missing_step(self) -> str | None:
         """See `RankLink`."""
         return f"join at {self._address}" if self._host is None else None
 
-    @property
-    def descriptor(self) -> int:
-        """See `RankLink`."""
-        return self._socket.fileno()
-
-    def send(self, message: ToRank) -> None:
-        """See `RankLink`. The message waits until the host has joined."""
-        send_to_rank(self._socket, message)
-
     def receive(self) -> FromRank | None:
         """See `RankLink`."""
-        message = receive_from_rank(self._socket)
+        message = super().receive()
         # CPU numbers of another host have no meaning for the processes of this host.
         return msgspec.structs.replace(message, own_cpus=[]) if isinstance(message, RankLoaded) else message
 
