@@ -37,10 +37,9 @@ from server.endpoints import all_endpoints
 from server.errors import ApiError, BadRequest, as_raw_response
 from server.limits.acceptor import Acceptor
 from server.limits.connections import Connection, Connections
-from server.limits.eager import begin_at_once
 from server.limits.keys import ApiKeys
 from server.limits.owners import address_of
-from server.limits.turns import RequestTurns
+from server.limits.turns import RequestTurns, begin_at_once
 from server.models import Models
 from server.service_manager import ServiceManager
 from server.signals import Signals

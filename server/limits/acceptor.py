@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from server.errors import as_raw_response
 from server.limits.connections import Connection, Connections, TooManyConnections
-from server.limits.eager import begin_at_once
+from server.limits.turns import begin_at_once
 
 _log = logging.getLogger(__name__)
 

@@ -1,14 +1,16 @@
-"""`RequestTurns` and `FairLock`: which of several owners' waiting tasks begins next.
+"""When tasks begin: `begin_at_once`, in this callback; `RequestTurns` and `FairLock`, at the turn of their owner.
 
-Tasks are told apart by their party (`Owner.party`). The two share how tasks wait, and differ in what they bound:
-`RequestTurns` how many requests begin in a round of the event loop, `FairLock` that one task is in a block at a time.
+An owner is known by its party (`Owner.party`). `RequestTurns` bounds how many requests begin in a round of the event
+loop; `FairLock` lets one task into a block at a time.
 """
 
 import asyncio
+import contextvars
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from typing import Any, NoReturn
 
 _BEGUN_AT_ONCE, _LEAST_BEGUN = 8, 2
 """Most requests that begin per round of the event loop, and how many may begin at least after long rounds. With two, a
@@ -21,6 +23,44 @@ of a light party, for which rounds are kept shorter."""
 _LIGHT_SECONDS = 1.0
 """Time for which rounds are kept short after a request of a light party, and after which counts of requests are
 halved."""
+
+
+def begin_at_once(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    """Run `coroutine` until it first waits. Returns the task that continues it, or None if it has ended.
+
+    A new task would begin in the next round of the event loop, after all callbacks that are ready. Python 3.12's eager
+    tasks begin at once too; here there is no current task until `coroutine` first waits, so it must not begin with a
+    timeout. Raises what it raises until then.
+    """
+    context = contextvars.copy_context()
+    try:
+        awaited = context.run(coroutine.send, None)
+    except StopIteration:
+        return None
+    return asyncio.get_running_loop().create_task(_Begun(coroutine, awaited), context=context)
+
+
+class _Begun(Coroutine[Any, Any, None]):
+    """The rest of a coroutine that waits for `awaited`, for a task."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], awaited: Any) -> None:
+        self._coroutine = coroutine
+        self._awaited = [awaited]
+
+    def send(self, value: Any) -> Any:
+        return self._awaited.pop() if self._awaited else self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        # A task cancels what it waits for, but before its first step it has not learned of `awaited`.
+        if self._awaited and (awaited := self._awaited.pop()) is not None:
+            awaited.cancel()
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> NoReturn:
+        raise TypeError("only a task continues it")
 
 
 class _Waiting:

@@ -5,7 +5,7 @@ import contextvars
 
 import pytest
 
-from server.limits.eager import begin_at_once
+from server.limits.turns import begin_at_once
 
 _VALUE = contextvars.ContextVar("_VALUE", default="outside")
 
