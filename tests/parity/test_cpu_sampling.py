@@ -297,9 +297,20 @@ def verified_rows(count: int, width: int, stream: int = 0, **filters: float) -> 
     ).of_stream(stream)
 
 
+VERIFIED_WIDTHS = (1, 15, 64, 257, 1500, WIDE)
+
+
+@pytest.mark.parametrize(
+    ("operators", "filters", "width"),
+    [
+        pytest.param(threads, filters, width, marks=() if (number + place) % 3 == which else pytest.mark.slow)
+        for which, threads in enumerate(THREADS)
+        for number, filters in enumerate(VERIFIED_FILTERS)
+        for place, width in enumerate(VERIFIED_WIDTHS)
+    ],
+    indirect=["operators"],
+)
 @pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize("filters", VERIFIED_FILTERS)
-@pytest.mark.parametrize("width", [1, 15, 64, 257, 1500, WIDE])
 def test_drafts_are_verified_as_torch_does_up_to_the_first_rejected_one(width: int, filters: str) -> None:
     for seed in range(1 if width == WIDE else 3):
         # Drafts of three positions of each sequence, and a fourth position.
