@@ -3,12 +3,13 @@
 import gc
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.e2e.warm_starts import servers_and_cores_start_warm
 from tests.processor_time import (
     pytest_collection_finish,
     pytest_runtest_protocol,
@@ -74,6 +75,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.set_threshold(50_000, 20, 10)
         gc.enable()
+
+
+@pytest.fixture(scope="session")
+def warm_starts() -> Iterator[None]:
+    """Servers and engine cores start from a process that has imported their modules."""
+    with servers_and_cores_start_warm():
+        yield
 
 
 @pytest.hookimpl(trylast=True)

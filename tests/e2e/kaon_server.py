@@ -70,8 +70,7 @@ class KaonServer(LoggedProcess):
     @property
     def core(self) -> psutil.Process:
         """The engine core's process."""
-        children = self.process.children()
-        (core,) = (child for child in children if "engine.text.structured.checker" not in command_line(child))
+        (core,) = (child for child in self.process.children() if "kaon-engine-0" in command_line(child))
         return core
 
     def stop(self) -> int:

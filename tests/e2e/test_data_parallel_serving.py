@@ -21,6 +21,8 @@ from tests.e2e.engines import until_begun, until_replaced
 from tests.e2e.kaon_server import KaonServer, eventually, free_port
 from tests.e2e.processes import command_line, wait_gone
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=11, top_p=0.9, max_tokens=24, ignore_eos=True)
 PROMPTS = [f"{opening} {number}" for number in range(6) for opening in ("Hello", "What is 3+4?", "The capital of")]

@@ -23,6 +23,8 @@ from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import prompt
 from tests.parity.variants import all_variants
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
 _IN_PARTS: dict[str, Any] = {"scheduling_policy": "mixed", "max_num_batched_tokens": 16}

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.e2e.kaon_server import LASTING, MODEL, KaonServer, eventually
+from tests.e2e.warm_starts import COLD_START
 
 StartServer = Callable[..., KaonServer]
 ENDLESS = {"model": MODEL, "prompt": "A story", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
@@ -45,7 +46,7 @@ def test_the_start_line_says_what_is_served_where(server: KaonServer) -> None:
 
 
 def test_while_the_model_loads_the_server_is_alive_and_not_ready(start_server: StartServer) -> None:
-    server = start_server()
+    server = start_server(environment=COLD_START)
     eventually(lambda: len(server.process.children()) == 1)
     core = server.core
     core.suspend()
@@ -123,7 +124,7 @@ def test_what_has_not_ended_in_time_ends_with_an_error_also_beside_clients_that_
 
 
 def test_a_signal_while_the_model_loads_ends_the_server_cleanly(start_server: StartServer) -> None:
-    server = start_server()
+    server = start_server(environment=COLD_START)
     eventually(lambda: len(server.process.children()) == 1)
     core = server.core
     server.process.send_signal(signal.SIGTERM)
@@ -163,7 +164,8 @@ def test_when_an_engine_that_may_not_restart_dies_streams_get_an_error_and_the_s
     assert server.stderr.splitlines()[-1].startswith("kaon: the engine core was killed")
 
 
-def test_the_api_process_is_small_and_free_of_torch(server: KaonServer) -> None:
+def test_the_api_process_is_small_and_free_of_torch(start_server: StartServer) -> None:
+    server = start_server(environment=COLD_START).ready()
     with server.http() as http:
         for _ in range(20):
             http.post("/v1/completions", json={"model": MODEL, "prompt": "Hi", "max_tokens": 4})

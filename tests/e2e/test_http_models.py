@@ -16,6 +16,8 @@ from tests.e2e.kaon_server import KaonServer, eventually, free_port
 from tests.e2e.processes import command_line
 from tests.e2e.test_http_adapters import PROMPT, Stream, complete, tokens_of
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 STUB_CORES = "from engine.distributed import core_process; core_process.CORE_MODULE = 'stub_core'; "
 SOON = "import server.models; server.models._RETRY_SECONDS = 1e-6; server.models._CLOSED_SHARE = 0.005; "
 MODELS = """\

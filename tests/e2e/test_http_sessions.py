@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from tests.e2e.kaon_server import START_SECONDS, KaonServer, eventually
+from tests.e2e.warm_starts import COLD_START
 
 KEY = "sk-team-7f3a"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -41,7 +42,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
         "allowed_origins": ["https://chat.example"],
         "access_log": "json",
     }
-    running = KaonServer(directory / "log", 0, server_config=settings).ready()
+    # What /proc shows of it must be its own.
+    running = KaonServer(directory / "log", 0, environment=COLD_START, server_config=settings).ready()
     found = re.search(r" on (https://\S+) ", running.start_line)
     assert found, running.start_line
     running.url = found[1]
@@ -161,7 +163,8 @@ def test_files_that_do_not_work_end_the_server_with_a_sentence(
         ({"api_key_file": str(tmp_path / "none")}, "api_key_file is"),
         ({"chat_template": str(tmp_path / "none.jinja")}, "none.jinja, which cannot be read: No such"),
     ):
-        running = start_server(port=0, server_config=settings)
+        # Its engine core, which has begun, reports what it does.
+        running = start_server(port=0, server_config={"log_level": "warning", **settings})
         assert running.wait() == 1
         assert said in running.stderr
         assert running.stderr.count("\n") == 1

@@ -22,6 +22,8 @@ from tests.e2e.test_http_adapters import PROMPT, TOKENS, Stream, complete, token
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import Reference
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 LENGTH = 200
 BOTH = [True, False]
 """Whether the new weights are loaded while the present ones serve, or in their place."""

@@ -27,6 +27,8 @@ from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import prompt
 from tests.parity.variants import all_variants
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 
 @pytest.fixture(autouse=True)
 def _cluster_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from tests.e2e.faulty_ranks import RAISING
 from tests.e2e.kaon_server import KaonServer
 from tests.e2e.processes import command_line, until_idle, wait_gone
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 PROMPTS = ["Hello", "What is 3+4?", "The capital of", "A"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=11, top_p=0.9, max_tokens=16, ignore_eos=True)
