@@ -77,6 +77,17 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, object]:
+    """Make no tests of the forms that `-m "not slow"` would deselect, which are more than the others."""
+    try:
+        return (yield)
+    finally:
+        if metafunc.config.option.markexpr.startswith("not slow"):
+            short = [form for form in metafunc._calls if all(mark.name != "slow" for mark in form.marks)]
+            metafunc._calls = short or metafunc._calls
+
+
 @pytest.fixture(scope="session")
 def warm_starts() -> Iterator[None]:
     """Servers and engine cores start from a process that has imported their modules."""
