@@ -525,9 +525,9 @@ class Replica:
 
     def on_step(self, step: StepOutputs) -> None:
         """Record and deliver a step's outputs."""
-        left = self.journal.record(step)
+        recalled = self.journal.record(step)
         self._events.on_outputs(self, step)
-        self._send(left)
+        self._send(recalled)
         self._events.on_step()
 
     def on_adapter_changed(self, answer: AdapterChanged) -> None:
@@ -556,7 +556,7 @@ class Replica:
         cause."""
         self._adapters.core_died(self.number, self.supervisor.name)
         if killed and in_step is None and self._rendezvous is not None and self._rendezvous.is_member(self.number):
-            # It may have been lost with its host and live on, so that its connections show others no end.
+            # If only the connection to its host is lost, the core lives on, and its peers would wait for it.
             for replica in self._lockstep:
                 if replica is not self and self._rendezvous.is_member(replica.number):
                     replica.supervisor.end_with_peer(self.supervisor.name)
