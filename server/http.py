@@ -371,8 +371,10 @@ class HttpProtocol(HttpToolsProtocol):
         if not (cycle.more_body and cycle.disconnected):
             if self._has_begun or scope["raw_path"] not in self._probes:
                 await self._turns.take(scope["state"]["party"])
-                if cycle.disconnected:
-                    return
+            # Of a flood of requests whose clients reset their connections, most end here or at their acceptance.
+            cycle.disconnected = cycle.disconnected or self._connection.was_reset
+            if cycle.disconnected:
+                return
             self._has_begun = True
             cycle.message_event.set()
             if cycle.more_body and (cycle.waiting_for_100_continue or not cycle.keep_alive):

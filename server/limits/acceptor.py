@@ -174,8 +174,12 @@ def _set_options(listener: socket.socket) -> None:
 
 
 def _has_ended(sock: socket.socket) -> bool:
-    """Return whether the client has shut down its sending side without having sent anything."""
+    """Return whether the client has reset the connection, or shut down its sending side without having sent
+    anything."""
     try:
+        # The bytes that came before a reset can still be read, and would be handled as a request.
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            return True
         return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False

@@ -361,6 +361,11 @@ class Connection:
         """Close it at once, to make room for another connection."""
         self._end_as("evicted")
 
+    @property
+    def was_reset(self) -> bool:
+        """Whether the client has reset the connection, of which the loop may not have been notified."""
+        return not self.is_open or self._tcp_state == _TCP_CLOSE
+
     # -- for `Connections` --------------------------------------------------------------------------------------
 
     @property

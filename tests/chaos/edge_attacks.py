@@ -97,6 +97,18 @@ def churn(port: Port, over: Over) -> None:
     _in_threads(one, over)
 
 
+def abandoned(port: Port, over: Over) -> None:
+    """Small requests whose connections are reset at once."""
+
+    def one() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+
+    _in_threads(one, over)
+
+
 def chunks(port: Port, over: Over) -> None:
     """Bodies in chunks of one byte, as fast as possible."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -723,7 +735,8 @@ def _in_threads(work: Callable[[], None], over: Over) -> None:
 
 
 ATTACKS: dict[str, Callable[[Port, Over], None]] = {
-    each.__name__: each for each in (silent, heads, bodies, churn, chunks, pipelines, json_bodies, log_lines)
+    each.__name__: each
+    for each in (silent, heads, bodies, churn, abandoned, chunks, pipelines, json_bodies, log_lines)
 }
 """Attacks on a server without keys."""
 

@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import uvicorn
@@ -272,6 +273,26 @@ async def test_one_that_has_closed_its_socket_is_found_to_have_gone() -> None:
 
 
 @run
+async def test_a_request_whose_client_has_reset_its_connection_is_not_begun() -> None:
+    """750 of them a second took most of a core."""
+    for is_accepted, path in itertools.product((False, True), (b"/x", b"/livez")):
+        async with serving() as edge:
+            with mock.patch.object(edge.connections, "open", wraps=edge.connections.open) as opened:
+                with socket.create_connection(("127.0.0.1", edge.port)) as client:
+                    while is_accepted and not edge.num_accepted():
+                        await asyncio.sleep(0.001)
+                    # The event loop, which does not run meanwhile, finds the request and the reset.
+                    client.sendall(GET.replace(b"/x", path))
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                if is_accepted:
+                    while edge.connections._open:
+                        await asyncio.sleep(0.001)
+                else:
+                    await (await edge.connect(GET.replace(b"/x", b"/next"))).until(b"\r\n0\r\n\r\n")
+                assert opened.call_count == 1
+                assert edge.application.paths == ([] if is_accepted else ["/next"])
+
+
 async def test_one_that_resets_its_connection_is_gone_at_once() -> None:
     async with serving() as edge:
         client = await edge.connect(GET.replace(b"/x", b"/held"))
