@@ -323,5 +323,6 @@ SHORT = {
 )
 def test_nothing_is_lost_repeated_or_freed_early_one_step_ahead(variant: str) -> None:
     machine = type(f"DeferredMachine_{variant}", (DeferredMachine,), VARIANTS[variant])
-    machine.TestCase.settings = settings(max_examples=16, stateful_step_count=60, deadline=None)
+    count = settings.default.max_examples * 2 // 5
+    machine.TestCase.settings = settings(max_examples=count, stateful_step_count=60, deadline=None)
     machine.TestCase("runTest").runTest()

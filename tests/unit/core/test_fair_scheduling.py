@@ -232,7 +232,7 @@ def test_an_owner_of_like_work_gets_its_share_of_all_tokens() -> None:
 
 
 class TestPreemption:
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=settings.default.max_examples * 2 // 5, deadline=None)
     @given(
         st.lists(st.tuples(st.floats(0, 5), st.integers(1, 1500), st.integers(1, 300)), min_size=1, max_size=12),
         st.lists(st.tuples(st.floats(0, 5), st.integers(1, 100), st.integers(1, 60)), min_size=1, max_size=2),

@@ -93,7 +93,7 @@ def test_what_interposed_steps_cost_is_bounded_however_many_light_owners_come() 
         st.tuples(st.floats(0.001, 0.4), st.integers(0, 20), st.integers(1, 600), st.integers(1, 3)), max_size=20
     ),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5, deadline=None)
 def test_interposed_steps_cost_little_whoever_sends_what(
     owners: list[tuple[int, int, int]], arrivals: list[tuple[float, int, int, int]]
 ) -> None:
