@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.e2e.warm_starts import servers_and_cores_start_warm
+from tests.e2e.warm_starts import WARM_CHILDREN, servers_and_cores_start_warm
 from tests.processor_time import (
     pytest_collection_finish,
     pytest_runtest_protocol,
@@ -92,6 +92,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, 
 def warm_starts() -> Iterator[None]:
     """Servers and engine cores start from a process that has imported their modules."""
     with servers_and_cores_start_warm():
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_children(warm_starts: None) -> Iterator[None]:
+    """All engine cores of servers, and ranks, start warm."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in WARM_CHILDREN.items():
+            patch.setenv(name, value)
         yield
 
 

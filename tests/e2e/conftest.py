@@ -16,21 +16,11 @@ from engine.distributed import core_process
 from tests.e2e.core_host import CoreHost
 from tests.e2e.kaon_host import KEY, KaonHost, free_ports
 from tests.e2e.kaon_server import KaonServer, free_port
-from tests.e2e.warm_starts import WARM_CHILDREN
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm_starts(warm_starts: None) -> None:
     """For all tests here."""
-
-
-@pytest.fixture(scope="module")
-def warm_children() -> Iterator[None]:
-    """All engine cores of servers, and ranks, start warm."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in WARM_CHILDREN.items():
-            patch.setenv(name, value)
-        yield
 
 
 def run_stub_cores(patch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ def test_several_experts_a_token_of_llama_4_are_added_once_over_ranks_and_replic
         torch.testing.assert_close(found.log_softmax(-1), exact, atol=1e-4, rtol=0)
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(
     ("variant", "size", "replicas"),
     cases(lambda variant, size, replicas: (variant.architecture, size, replicas) in SHORT),

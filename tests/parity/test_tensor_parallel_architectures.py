@@ -174,6 +174,7 @@ def test_sums_before_norms_are_one_kernel_where_there_is_one(tmp_path: Path) -> 
     assert fusing[0].num_norms == 2 * num_layers * (fusing[0].num_sums - fusing[0].num_norms)
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(("variant", "size"), cases([each for each in first_of_each() if each.architecture == KIND]))
 def test_ranks_give_the_tokens_of_transformers(variant: Variant, size: int, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant.family, **variant.overrides)
