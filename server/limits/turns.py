@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
-_BEGUN_AT_ONCE, _LEAST_BEGUN = 8, 2
+_MOST_BEGUN, _LEAST_BEGUN = 8, 2
 """Most requests that begin per round of the event loop, and how many may begin at least after long rounds. With two, a
 quarter fewer of the shortest requests per second are answered."""
 
@@ -111,11 +111,11 @@ class RequestTurns:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._most = _BEGUN_AT_ONCE
+        self._most = _MOST_BEGUN
         """Requests that may begin in a round: halved after a long round, one more after a short one."""
         self._expected_at = 0.0
         """Time in the previous round at which the next one was asked for."""
-        self._left = _BEGUN_AT_ONCE
+        self._left = _MOST_BEGUN
         """Requests that may still begin in this round."""
         self._single = _Waiting()
         """Requests that came while other parties had several requests each and theirs had none."""
@@ -173,7 +173,7 @@ class RequestTurns:
         now = self._clock()
         most_seconds = _LONG_FOR_LIGHT_SECONDS if now < self._light_until else _LONG_ROUND_SECONDS
         is_long = now - self._expected_at > most_seconds
-        self._most = max(self._most // 2, _LEAST_BEGUN) if is_long else min(self._most + 1, _BEGUN_AT_ONCE)
+        self._most = max(self._most // 2, _LEAST_BEGUN) if is_long else min(self._most + 1, _MOST_BEGUN)
         self._left = self._most
         self._begin(self._single, 1 if self._light or self._waiting else 0)
         self._begin(self._light, 1 if self._waiting else 0)
