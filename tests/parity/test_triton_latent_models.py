@@ -17,6 +17,7 @@ from tests.parity.paged_model import PagedModel, Row, assert_same_distribution, 
 from tests.parity.triton_interpreter import DEVICE, requires_interpreter, triton_kernels  # noqa: F401, a fixture
 from tests.parity.variants import Variant
 from tests.parity.variants.block_sparse import VARIANTS as BLOCK_SPARSE
+from tests.parity.variants.compressed import VARIANTS as COMPRESSED
 from tests.parity.variants.deepseek import VARIANTS as DEEPSEEK
 from tests.parity.variants.glm5_next import VARIANTS as GLM
 from tests.parity.variants.qwen3_next import VARIANTS as QWEN
@@ -72,7 +73,11 @@ def test_kernels_give_what_torch_gives(variant: Variant, tmp_path: Path) -> None
     assert_same_distribution(found, by_torch(path), tolerance=1e-3)
 
 
-@pytest.mark.parametrize("variant", MODELS[2:], ids=lambda variant: variant.architecture)
+@pytest.mark.parametrize(
+    "variant",
+    [*MODELS[2:], *(pytest.param(each[0], marks=pytest.mark.slow) for each in (BLOCK_SPARSE, COMPRESSED))],
+    ids=lambda variant: variant.architecture,
+)
 def test_kernels_and_decodes_in_the_buffers_of_graphs_give_what_torch_gives(variant: Variant, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
     backend = CapturedDecodes(DEVICE)
