@@ -366,11 +366,11 @@ def hybrids_table(
         f"Random weights in bfloat16, {torch.get_num_threads()} threads, medians of {rounds} rounds in turn. A decode "
         f"of 1 and {_ROWS} sequences, in multiples of a loop of loads over as many bytes as weights and states have, "
         f"next to each step ({rate / 1e9:.1f} GB/s), and of Llama's time for as many bytes; products of a prompt of "
-        f"{_CHUNK * _CHUNKS} tokens a second, and loading of a gigabyte, relative to Llama.",
-        "a decode at most 1.2 x reading; prompts at least 0.6 of Llama's rate; loading as fast.",
+        f"{_CHUNK * _CHUNKS} tokens a second and seconds to load a gigabyte, both relative to Llama's.",
+        "a decode at most 1.2 x reading; prompts at least 0.6 of Llama's rate; loading in at most its time.",
         (
             *("", "weights, MB", "state, MB", "1 row, x reading", "x Llama"),
-            *(f"{_ROWS} rows, x reading", "x Llama", "prompts", "loading"),
+            *(f"{_ROWS} rows, x reading", "x Llama", "prompts, x rate", "loading, x time"),
         ),
         rows,
     )
