@@ -1,4 +1,6 @@
-"""Random shapes through the CPU operators of a given library: `python -m tests.parity.cpu_fuzz LIBRARY ROUNDS`.
+"""Random shapes through the CPU operators of a library: `python -m tests.parity.cpu_fuzz LIBRARY ROUNDS [ISA ...]`.
+
+Without instruction sets, each round chooses one that the processor has.
 
 test_cpu_sanitized.py runs it over a build that ends at the first access out of bounds.
 """
@@ -355,4 +357,6 @@ def _entries(draw: random.Random, seed: int) -> None:
 if __name__ == "__main__":
     given = library.Library(Path(sys.argv[1]))
     library.load_library = lambda: given  # type: ignore[assignment]
-    fuzz(int(sys.argv[2]), given.available)
+    named: list[tuple[int, ...]] = [(library.INSTRUCTION_SETS.index(name),) for name in sys.argv[3:]]
+    for paths in named or [given.available]:
+        fuzz(int(sys.argv[2]), paths)
