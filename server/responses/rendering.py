@@ -76,9 +76,11 @@ class LogprobList:
     took the event loop a tenth of a second. The blocks are encoded once, and copied only as a part of what is sent.
     """
 
-    __slots__ = ("_blocks", "_num_joined", "_recent_bytes")
+    __slots__ = ("_blocks", "_joined", "_num_joined", "_recent_bytes")
 
     def __init__(self) -> None:
+        self._joined: bytes | None = None
+        """The whole list with its brackets, which replaces the blocks; None until `joined` and after `append`."""
         self._blocks: list[bytes] = []
         """JSON of the entries, without brackets. A thread may append while the event loop reads, so each change is
         one operation on the list."""
@@ -87,6 +89,9 @@ class LogprobList:
 
     def append(self, entries: bytes) -> None:
         """Append the entries of a list, as JSON."""
+        if self._joined is not None:
+            self._blocks, self._joined = [self._joined[1:-1]] if len(self._joined) > 2 else [], None
+            self._num_joined = len(self._blocks)
         self._blocks.append(entries[1:-1])
         self._recent_bytes += len(entries)
         if self._recent_bytes >= _BLOCK_BYTES:
@@ -96,10 +101,19 @@ class LogprobList:
 
     def parts(self) -> list[bytes]:
         """Return the JSON of the list, in parts."""
-        parts = [b"["]
-        for block in list(self._blocks):
+        blocks, parts = list(self._blocks), [b"["]
+        if (joined := self._joined) is not None:
+            return [joined]
+        for block in blocks:
             parts += (block, b",")
         return [*parts[:-1], b"]"] if len(parts) > 1 else [b"[]"]
+
+    def joined(self) -> bytes:
+        """Return the JSON of the list, which is then its only part."""
+        if self._joined is None:
+            self._joined = b"".join(self.parts())
+            self._blocks.clear()
+        return self._joined
 
 
 def encode_in_parts(value: object) -> list[bytes]:
@@ -236,6 +250,10 @@ class OpenMessage(OpenItem):
     def so_far(self, status: ItemStatus) -> OutputItem:
         content = (self.part(),) if self._texts or status != "in_progress" else ()
         return MessageItem(id=self.id, role="assistant", content=content, status=status)
+
+    def whole(self, status: ItemStatus) -> OutputItem:
+        self._logprobs.joined()
+        return self.so_far(status)
 
     def part(self) -> OutputText:
         return OutputText(self._text, (), cast("tuple[TokenLogprob, ...]", self._logprobs))
@@ -498,7 +516,8 @@ class CompactionOutput(ResponseOutput):
 
 
 class ResponsesRenderer(Renderer):
-    """Renders one response, generated with `params`. `on_end` receives the ended response before the client does."""
+    """Renders one response, generated with `params`. `on_end` receives the ended response, with
+    `LogprobList`s, before the client does."""
 
     repeats_logprobs = True
 
@@ -573,7 +592,7 @@ class ResponsesRenderer(Renderer):
         self._push(state.steps, logprobs)
         self._finish(state.finish_reason)
         self._complete(usage)
-        return self._joined()
+        return msgspec.structs.replace(self._response, output=joined_items(self._response.output))
 
     def _push(self, steps: Iterable[tuple[str, int]], logprobs: Sequence[TokenLogprob]) -> bytes:
         """Return the events for steps, each a text and its number of tokens."""
@@ -607,12 +626,7 @@ class ResponsesRenderer(Renderer):
     def _end(self, status: ResponseStatus) -> None:
         self._response.status = status
         self._response.output = self._output.items("incomplete")
-        self._on_end(self._joined())
-
-    def _joined(self) -> ResponseObject:
-        """Return the response with the JSON of its log probabilities in place of `LogprobList`s."""
-        output = [_joined(item) for item in self._response.output]
-        return msgspec.structs.replace(self._response, output=output)
+        self._on_end(self._response)
 
     def _event(self, kind: str) -> bytes:
         return self._writer.write(kind, {"response": self._response})
@@ -621,11 +635,16 @@ class ResponsesRenderer(Renderer):
         return chat_logprobs(self._tokenizer, positions, as_ids=self._tokens_as_ids).content
 
 
+def joined_items(items: Iterable[OutputItem]) -> list[OutputItem]:
+    """Return the items with JSON in place of their `LogprobList`s."""
+    return [_joined(item) for item in items]
+
+
 def _joined(item: OutputItem) -> OutputItem:
     if not isinstance(item, MessageItem):
         return item
     content = tuple(
-        msgspec.structs.replace(part, logprobs=msgspec.Raw(b"".join(part.logprobs.parts())))
+        msgspec.structs.replace(part, logprobs=msgspec.Raw(part.logprobs.joined()))
         if isinstance(part, OutputText) and isinstance(part.logprobs, LogprobList)
         else part
         for part in item.content

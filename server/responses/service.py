@@ -7,13 +7,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Self
 
-import msgspec
 from fastapi import FastAPI
 
 from engine.config.server import ServerConfig
 from server.limits.accounts import Accounts
 from server.limits.owners import Owner
-from server.responses.rendering import ResponsesRenderer
+from server.responses.rendering import ResponsesRenderer, encode_in_parts, joined_items
 from server.responses.store import EventLog, ResponseStore, StoredResponse, StoreFull, Turn
 from server.schemas.response_objects import ResponseObject
 
@@ -62,7 +61,7 @@ class ResponsesService:
         loop, thread = asyncio.get_running_loop(), threading.get_ident()
 
         def keep(response: ResponseObject) -> None:
-            body, answered = msgspec.json.encode(response), turn.answered(response.output)
+            body, answered = encode_in_parts(response), turn.answered(joined_items(response.output))
             if threading.get_ident() == thread:
                 self._keep(response, owner, answered, body)
             else:
@@ -71,15 +70,15 @@ class ResponsesService:
 
         return keep
 
-    def _keep(self, response: ResponseObject, owner: Owner, turn: Turn, body: bytes) -> None:
+    def _keep(self, response: ResponseObject, owner: Owner, turn: Turn, body: list[bytes]) -> None:
         """Store an ended response. For a background response, update its entry in the store."""
-        run = self._runs.get(response.id)
+        run, size = self._runs.get(response.id), sum(map(len, body))
         if run is None:
-            self.store.put(StoredResponse(response.id, owner, turn, lambda: (body,), size=len(body)))
+            self.store.put(StoredResponse(response.id, owner, turn, lambda: body, size=size))
         else:
             # The last event, which is added later, contains the response again.
-            logged = 0 if run.stored.events is None else run.stored.events.num_bytes + len(body)
-            self.store.finish(run.stored, turn, body, len(body) + logged)
+            logged = 0 if run.stored.events is None else run.stored.events.num_bytes + size
+            self.store.finish(run.stored, turn, body, size + logged)
 
     def start(
         self,

@@ -322,12 +322,12 @@ class ResponseStore:
             self._resize(stored, size)
             self._make_room()
 
-    def finish(self, stored: StoredResponse, turn: Turn, body: bytes, size: int) -> None:
+    def finish(self, stored: StoredResponse, turn: Turn, body: Sequence[bytes], size: int) -> None:
         """Note that `stored` has ended with `turn` and `body`, so that it can be evicted; see `put`."""
         if stored.running:
             stored.running = False
             self._accounts.change(stored.owner.party, "background_responses", -1)
-        stored.body = lambda: (body,)
+        stored.body = lambda: body
         if self._responses.get(stored.id) is not stored:
             return
         self._add_reference(turn, stored.owner)
@@ -439,7 +439,20 @@ class ResponseStore:
 
 
 def _size(items: Sequence[Item]) -> int:
-    return sum(len(msgspec.json.encode(item)) + _ITEM_OVERHEAD for item in items)
+    return sum(_encoded_size(item) + _ITEM_OVERHEAD for item in items)
+
+
+def _encoded_size(item: Item) -> int:
+    """Return the bytes of an item as JSON. Its log probabilities, which may have megabytes, are not copied."""
+    if not isinstance(item, MessageItem):
+        return len(msgspec.json.encode(item))
+    num_apart, content = 0, []
+    for part in item.content:
+        if isinstance(part, OutputText) and isinstance(part.logprobs, msgspec.Raw):
+            num_apart += len(memoryview(part.logprobs)) - len(b"[]")
+            part = msgspec.structs.replace(part, logprobs=())
+        content.append(part)
+    return num_apart + len(msgspec.json.encode(msgspec.structs.replace(item, content=tuple(content))))
 
 
 def new_id(prefix: str) -> str:

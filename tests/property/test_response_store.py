@@ -31,7 +31,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = ResponseStore(max_responses, max_bytes, self.accounts, self._end, max_running_per_owner=3)
 
     def _end(self, stored: StoredResponse) -> None:
-        self.store.finish(stored, stored.turn, b"failed", 10)
+        self.store.finish(stored, stored.turn, (b"failed",), 10)
         self._ended.add(stored.id)
 
     @rule(owner=OWNERS, text=TEXTS, item_id=ITEM_IDS, running=st.booleans(), data=st.data())
@@ -55,7 +55,7 @@ class StoreMachine(RuleBasedStateMachine):
     def finish(self, text: str, data: st.DataObject) -> None:
         if running := [each for each in self._stored.values() if each.running]:
             stored = data.draw(st.sampled_from(running))
-            self.store.finish(stored, stored.turn.answered([self._item(text, None)]), b"", len(text))
+            self.store.finish(stored, stored.turn.answered([self._item(text, None)]), (), len(text))
 
     @rule(size=st.sampled_from([500, 3000, 30000]), data=st.data())
     def grow(self, size: int, data: st.DataObject) -> None:

@@ -14,7 +14,9 @@ from server.errors import ApiError, BadRequest, ContextLengthExceeded, EngineErr
 from server.ignored import collect
 from server.limits.owners import ANYONE
 from server.parsing.dialects.hermes import HermesParser
-from server.parsing.parser import AnswerParser, ArgumentsPart, ReasoningPart, TextPart, ToolCallPart
+from server.parsing.parser import AnswerParser, ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
+from server.responses.rendering import LogprobList, encode_in_parts, joined_items
+from server.responses.store import Turn
 from server.schemas.chat_tools import ToolUse
 from server.schemas.response_objects import MessageItem, OutputText, ResponseObject
 from tests.unit.responses_support import SEALED, USAGE, ScriptedParser, events_of, renderer_of, types_of
@@ -183,26 +185,52 @@ def test_log_probabilities_are_encoded_once_for_all_last_events() -> None:
     (message,) = ended[0].output
     assert isinstance(message, MessageItem)
     assert isinstance(message.content[0], OutputText)
-    assert isinstance(message.content[0].logprobs, msgspec.Raw)
+    assert isinstance(message.content[0].logprobs, LogprobList)
+    (kept,) = joined_items([message])
+    assert isinstance(kept, MessageItem)
+    assert [each["logprob"] for each in json.loads(msgspec.json.encode(kept))["content"][0]["logprobs"]] == [
+        -token for token in range(8)
+    ]
+    assert b"".join(encode_in_parts(message)) == msgspec.json.encode(kept)
+    assert Turn(None, ()).answered([kept]).size == len(msgspec.json.encode(kept)) + 512
+
+
+def test_a_list_of_log_probabilities_may_be_read_at_any_time() -> None:
+    probs, expected = LogprobList(), list[Any]()
+    for number in range(40):
+        entries = [[number] * 500, "x" * number]
+        probs.append(msgspec.json.encode(entries))
+        expected += entries
+        assert json.loads(b"".join(probs.parts())) == expected
+        if number % 3 == 2:
+            assert probs.joined() == msgspec.json.encode(expected)
+            assert probs.parts() == [probs.joined()]
+    assert LogprobList().joined() == b"[]"
 
 
 def test_a_client_that_polls_gets_log_probabilities_that_were_encoded_before() -> None:
     """Each poll encoded 3900 of 20 alternatives on the event loop: 128 ms."""
-    include = ["message.output_text.logprobs"]
-    renderer = renderer_of(ScriptedParser([[TextPart("a")], [ToolCallPart(0, "call_1", "f")]]), include=include)
+    script: list[list[Part]] = [
+        [TextPart("a")],
+        [TextPart("b")],
+        [ToolCallPart(0, "call_1", "f")],
+        [ArgumentsPart(0, "{}")],
+    ]
+    renderer = renderer_of(ScriptedParser(script), include=["message.output_text.logprobs"])
     renderer.opening()
     many = [TokenLogprobs(5, -0.5, (9,) * 20, (-0.25,) * 20)] * 500
-    renderer.chunk(0, RequestDelta("x" * 500, [5] * 500, many))
-    polled = [renderer.snapshot()]
-    renderer.chunk(0, RequestDelta("y", [5], many[:1]))
-    polled.append(renderer.snapshot())
-    before = {id(part) for part in polled[0]}
-    new = [part for part in polled[1] if id(part) not in before]
-    assert sum(map(len, new)) < 5_000 < 400_000 < sum(map(len, polled[1]))
-    for parts, kinds in zip(polled, (["message"], ["message", "function_call"]), strict=True):
+    polled = []
+    for logprobs in (many, many[:1], many[:1], many[:1]):
+        renderer.chunk(0, RequestDelta("x" * len(logprobs), [5] * len(logprobs), logprobs))
+        polled.append(renderer.snapshot())
+    for before, after in ((polled[0], polled[1]), (polled[2], polled[3])):  # While the message is open, and later.
+        known = {id(part) for part in before}
+        new = [part for part in after if id(part) not in known]
+        assert sum(map(len, new)) < 5_000 < 400_000 < sum(map(len, after))
+    for parts, kinds in zip(polled[1:3], (["message"], ["message", "function_call"]), strict=True):
         answer = json.loads(b"".join(parts))
         assert [item["type"] for item in answer["output"]] == kinds
-        assert len(answer["output"][0]["content"][0]["logprobs"]) == 500
+        assert len(answer["output"][0]["content"][0]["logprobs"]) == 501
 
 
 def test_tokens_can_be_spelled_by_their_ids() -> None:

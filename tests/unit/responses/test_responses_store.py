@@ -128,7 +128,7 @@ def test_a_running_response_stays_and_cannot_be_gone_on_from() -> None:
     store.put(response("c"))
     assert store.get("a", ANYONE) is running
     assert len(store) == 1
-    store.finish(running, turn_of("a"), b"done", 4)
+    store.finish(running, turn_of("a"), (b"done",), 4)
     assert store.get("a", ANYONE).body() == (b"done",)
     store.put(response("d"))
     with pytest.raises(ResponseNotFound):
@@ -146,7 +146,7 @@ def test_a_running_response_that_was_deleted_stays_forgotten() -> None:
     running = response("a", running=True)
     store = store_of(running)
     store.delete("a", ANYONE)
-    store.finish(running, turn_of("a"), b"done", 4)
+    store.finish(running, turn_of("a"), (b"done",), 4)
     assert (len(store), store.num_bytes) == (0, 0)
 
 
@@ -204,7 +204,7 @@ def test_an_owner_runs_no_more_in_the_background_than_its_cap() -> None:
     with pytest.raises(StoreFull, match="max_background_responses_per_key"):
         store.put(response("c", owner=ME, running=True))
     store.put(response("d", owner=YOU, running=True))
-    store.finish(running[0], turn_of("a"), b"done", 4)
+    store.finish(running[0], turn_of("a"), (b"done",), 4)
     store.put(response("c", owner=ME, running=True))
     assert accounts.users("background_responses") == {ME.party: 2, YOU.party: 1}
 
@@ -214,7 +214,7 @@ def test_events_that_grow_make_their_own_owner_give_way() -> None:
 
     def end(stored: StoredResponse) -> None:
         ended.append(stored.id)
-        store.finish(stored, stored.turn, b"failed", 6)
+        store.finish(stored, stored.turn, (b"failed",), 6)
 
     store = ResponseStore(100, 10_000, Accounts(), end)
     store.put(response("old", owner=YOU))
@@ -234,7 +234,7 @@ def test_events_that_grow_make_their_own_owner_give_way() -> None:
 
 
 def test_an_owner_that_holds_less_begins_a_response_where_another_ones_fill_the_store() -> None:
-    store = ResponseStore(100, 10_000, Accounts(), lambda stored: store.finish(stored, stored.turn, b"failed", 6))
+    store = ResponseStore(100, 10_000, Accounts(), lambda stored: store.finish(stored, stored.turn, (b"failed",), 6))
     heavy = response("heavy", owner=YOU, running=True)
     store.put(heavy)
     store.grown(heavy, 9900 - heavy.turn.size)
