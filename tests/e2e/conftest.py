@@ -16,6 +16,7 @@ from engine.distributed import core_process
 from tests.e2e.core_host import CoreHost
 from tests.e2e.kaon_host import KEY, KaonHost, free_ports
 from tests.e2e.kaon_server import KaonServer, free_port
+from tests.e2e.warm_starts import WARM_CHILDREN
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -67,8 +68,9 @@ def held_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[],
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
-    """The embedded model, served."""
-    running = KaonServer(tmp_path_factory.mktemp("server") / "log", free_port()).ready()
+    """The embedded model, served. It has no template, whichever module has it started: tests count its children."""
+    log, environment = tmp_path_factory.mktemp("server") / "log", dict.fromkeys(WARM_CHILDREN, "")
+    running = KaonServer(log, free_port(), environment=environment).ready()
     yield running
     assert running.stop() == 0
     assert "Traceback" not in running.stderr

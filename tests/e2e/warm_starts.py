@@ -156,7 +156,7 @@ def main(base: list[str], descriptor: int) -> str:
     while True:
         _arrange(request, received, base)
         command = request["command"]
-        starts_many = WARM_CHILDREN.keys() <= request["environment"].keys() and command[3] != _RANK
+        starts_many = WARM_CHILDREN.items() <= request["environment"].items() and command[3] != _RANK
         if not (starts_many or _serves(command)):
             break
         # Forked before there are threads.
