@@ -155,8 +155,9 @@ class BatchRunner:
         id = batch.object.id
         try:
             # Reading and writing are one job: read lines of many batches that wait to be written would fill the
-            # memory.
-            if batch.object.status == "validating" and not await self._write_lines(batch, self._validate, batch):
+            # memory. A batch that was cancelled before also has errors for all of its lines.
+            is_read = batch.object.in_progress_at is not None
+            if not is_read and not await self._write_lines(batch, self._validate, batch):
                 return
             if batch.object.status == "cancelling":
                 raise asyncio.CancelledError

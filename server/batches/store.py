@@ -463,21 +463,20 @@ class BatchStore:
     def update(self, id: str, status: BatchStatus, **fields: Any) -> BatchObject:
         """Set a batch's status, the time of that status, and further fields, unless it has ended. Returns the batch.
 
-        If the batch ends by this, its lines are deleted.
+        A batch that is being cancelled has that status until it ends: a server that is started later would compute it.
         """
         with self._transaction() as database:
             row = database.execute("SELECT object FROM batches WHERE id = ?", (id,)).fetchone()
             batch = _decode_batch(row["object"])
             if batch.status not in BATCH_ENDED:
                 times = {} if status == "validating" else {f"{status}_at": int(time.time())}
-                batch = msgspec.structs.replace(batch, status=status, **times, **fields)
+                shown = "cancelling" if batch.status == "cancelling" and status not in BATCH_ENDED else status
+                batch = msgspec.structs.replace(batch, status=shown, **times, **fields)
                 database.execute(
-                    "UPDATE batches SET status = ?, object = ? WHERE id = ?", (status, _encoded(batch), id)
+                    "UPDATE batches SET status = ?, object = ? WHERE id = ?", (shown, _encoded(batch), id)
                 )
                 if status in BATCH_ENDED or status == "in_progress":
                     self._counts.pop(id, None)
-        if batch.status in BATCH_ENDED:
-            self._delete_lines(id)
         return self._with_counts(batch)
 
     def begin(self, id: str, lines: list[Line]) -> None:
@@ -497,6 +496,7 @@ class BatchStore:
     def fail(self, id: str, errors: list[BatchError]) -> None:
         """End a batch with invalid input."""
         self.update(id, "failed", errors=BatchErrors(errors))
+        self._delete_lines(id)
 
     def pending(self, id: str, after: int, limit: int) -> list[Line]:
         """Return the next pending lines of a batch, with numbers greater than `after`."""
@@ -523,14 +523,21 @@ class BatchStore:
                 self._counts[id] = total, completed + succeeded, failed + (not succeeded)
 
     def finish(self, batch: Batch, status: BatchStatus, errors: list[BatchError] | None = None) -> None:
-        """Write the output and error files of a batch, and end it with `status`, unless it has ended.
+        """Write the output and error files of a batch, end it with `status`, unless it has ended, and delete its
+        lines.
 
         If it has expired or was cancelled, the error file contains the lines without an answer.
         """
         id = batch.object.id
-        [row] = self._query("SELECT status, output_seconds FROM batches WHERE id = ?", id)
-        if row["status"] in BATCH_ENDED:
-            return
+        for row in self._query(f"SELECT output_seconds FROM batches WHERE id = ? AND {_UNFINISHED}", id):
+            self._write_end(batch, status, errors, row["output_seconds"])
+        # Also of a batch that has ended: they were not deleted if the disk had no room.
+        self._delete_lines(id)
+
+    def _write_end(
+        self, batch: Batch, status: BatchStatus, errors: list[BatchError] | None, output_seconds: int | None
+    ) -> None:
+        id = batch.object.id
         why = {"expired": _EXPIRED, "cancelled": _CANCELLED}.get(status)
         if why is not None:
             last = -1
@@ -552,7 +559,7 @@ class BatchStore:
         if errors is not None:
             fields["errors"] = BatchErrors(errors)
         for name, state, count in (("output", SUCCEEDED, totals.add), ("error", FAILED, lambda _: None)):
-            fields[f"{name}_file_id"] = self._write_output(batch, name, state, row["output_seconds"], count)
+            fields[f"{name}_file_id"] = self._write_output(batch, name, state, output_seconds, count)
         self.update(id, status, **fields, model=totals.model, usage=totals.usage)
 
     def _write_output(
@@ -584,7 +591,7 @@ class BatchStore:
     def _with_counts(self, batch: BatchObject) -> BatchObject:
         """Return `batch` with the present counts of its lines. While they are added they are not counted; if it has
         ended, the counts are stored with it."""
-        if batch.status not in (*BATCH_ENDED, "validating"):
+        if batch.status not in BATCH_ENDED and batch.in_progress_at is not None:
             batch.request_counts = self._count(batch.id)
         return batch
 
@@ -632,7 +639,11 @@ class BatchStore:
             database.execute("PRAGMA journal_mode = WAL")
             database.executescript(_SCHEMA)
             self._database = database
-            self._delete_left_lines(database)
+            try:
+                self._delete_left_lines(database)
+            except sqlite3.OperationalError as error:
+                # Deleting needs room in the log of the database. The lines only take room, and no batch waits for it.
+                _log.error("lines of ended batches stay in %s until the next start: %s", self._folder, error)
             # Delete contents without a row: a killed server renamed the file or deleted the row just before.
             entered = {row["id"] for row in database.execute("SELECT id FROM files")}
             for content in self._files.iterdir():

@@ -121,7 +121,53 @@ async def test_a_batch_that_is_cancelled_while_the_store_writes_has_each_line_on
     _, done, undone = results(store, batch)
     assert sorted(done + undone) == ["a", "b", "c"]
     assert place != "_write_output" or done == ["a", "b", "c"]
+    await asyncio.gather(*runner._tasks.values())
     assert store._query("SELECT * FROM lines") == []
+    await runner.close()
+
+
+async def test_a_cancellation_leaves_the_lines_of_an_ended_batch_to_its_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were deleted twice at once."""
+    store = BatchStore(tmp_path, 10**6)
+    batch, runner = add(store, list("abc")), runner_of(store, App())
+    store.update(batch.object.id, "in_progress")
+    runner.run(Batch(store.batch(batch.object.id, batch.owner), batch.owner, batch.party))
+    gate = Gate(store, "_delete_lines", "batch_", monkeypatch)
+    await gate.wait()
+    monkeypatch.setattr(store, "_delete_lines", lambda id: pytest.fail("a second deletion"))
+    cancelled = await runner.cancel(batch)
+    gate.opened.set()
+    await asyncio.gather(*runner._tasks.values())
+    assert cancelled.status == "completed"
+    await runner.close()
+
+
+async def test_a_batch_whose_lines_were_added_in_part_when_it_was_cancelled_has_errors_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.batches.store._LINES_AT_ONCE", 1)
+    killed = BatchStore(tmp_path, 10**6)
+    batch = add(killed, list("abc"))
+    killed.update(batch.object.id, "cancelling")
+
+    def kill(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("server.batches.store.time.sleep", kill)
+        with pytest.raises(KeyboardInterrupt):
+            killed.begin(batch.object.id, [Line(0, "a", 0, 1), Line(1, "b", 1, 1)])
+    assert killed.batch(batch.object.id, batch.owner).request_counts.total == 0
+    killed.close()
+
+    store = BatchStore(tmp_path, 10**6)
+    runner = runner_of(store, App())
+    runner.start()
+    await until_ended(store, batch)
+    assert results(store, batch) == ("cancelled", [], ["a", "b", "c"])
+    assert store.batch(batch.object.id, batch.owner).request_counts.failed == 3
     await runner.close()
 
 

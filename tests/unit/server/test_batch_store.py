@@ -18,7 +18,7 @@ from fastapi import Request
 from starlette.types import Message
 
 from engine.config.server import ServerConfig
-from server.batches.lines import MAX_LINES, Pace, output_line, read_lines
+from server.batches.lines import MAX_LINES, Line, Pace, output_line, read_lines
 from server.batches.store import (
     Batch,
     BatchNotFound,
@@ -67,6 +67,10 @@ def add_batch(store: BatchStore, content: bytes, tmp_path: Path) -> Batch:
     assert not errors
     store.begin(batch.object.id, lines)
     return batch
+
+
+def fill_the_disk(*_: object) -> None:
+    raise sqlite3.OperationalError("database or disk is full")
 
 
 THREE = b"".join(json.dumps(request(name)).encode() + b"\n" for name in "abc")
@@ -237,6 +241,53 @@ def test_lines_that_a_killed_server_left_to_an_ended_batch_are_deleted(
     store = BatchStore(tmp_path / "data", 10**6)
     assert {row["batch"] for row in store._query("SELECT batch FROM lines")} == {live.object.id}
     assert store.batch(live.object.id, "me").request_counts.total == 3
+
+
+def test_lines_that_a_full_disk_left_to_an_ended_batch_are_deleted_when_its_end_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(store, "_delete_lines", fill_the_disk)
+        with pytest.raises(sqlite3.OperationalError):
+            store.finish(batch, "cancelled")
+    ended = store.batch(batch.object.id, "me")
+    assert ended.status == "cancelled"
+    assert store._query("SELECT * FROM lines")
+    store.finish(batch, "cancelled")
+    assert not store._query("SELECT * FROM lines")
+    assert store.batch(batch.object.id, "me") == ended
+
+
+def test_a_server_starts_although_it_cannot_delete_lines_of_ended_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(killed, THREE, tmp_path)
+    monkeypatch.setattr(BatchStore, "_delete_lines", fill_the_disk)
+    with pytest.raises(sqlite3.OperationalError):
+        killed.finish(batch, "cancelled")
+    killed.close()
+    store = BatchStore(tmp_path / "data", 10**6)
+    assert store.batch(batch.object.id, "me").status == "cancelled"
+    [record] = caplog.records
+    assert record.message == (
+        f"lines of ended batches stay in {tmp_path / 'data'} until the next start: database or disk is full"
+    )
+
+
+def test_a_batch_is_being_cancelled_until_it_ends(tmp_path: Path) -> None:
+    """A server that was killed after the lines were added left it in progress, and the next one computed it."""
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = Batch(new_batch(add_file(store, THREE), CHAT, 60), "me", "me")
+    store.add_batch(batch.object, "me", "me", None)
+    store.update(batch.object.id, "cancelling")
+    store.begin(batch.object.id, [Line(0, "a", 0, 1)])
+    [(left, _, _)] = store.unfinished()
+    assert (left.status, left.in_progress_at is None) == ("cancelling", False)
+    store.finish(batch, "cancelled")
+    assert store.batch(batch.object.id, "me").status == "cancelled"
 
 
 # -- a batch's life ---------------------------------------------------------------------------------------------
