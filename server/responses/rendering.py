@@ -5,6 +5,7 @@ It passes each part that the parser finds to `ResponseOutput`, which opens and c
 compaction, `CompactionOutput` replaces `ResponseOutput`.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -76,44 +77,53 @@ class LogprobList:
     took the event loop a tenth of a second. The blocks are encoded once, and copied only as a part of what is sent.
     """
 
-    __slots__ = ("_blocks", "_joined", "_num_joined", "_recent_bytes")
+    __slots__ = ("_blocks", "_joined", "_lock", "_num_joined", "_recent_bytes")
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Guards the other attributes: a thread may append while the event loop reads or joins. It is not held while
+        many entries are joined."""
         self._joined: bytes | None = None
         """The whole list with its brackets, which replaces the blocks; None until `joined` and after `append`."""
         self._blocks: list[bytes] = []
-        """JSON of the entries, without brackets. A thread may append while the event loop reads, so each change is
-        one operation on the list."""
+        """JSON of the entries, without brackets."""
         self._num_joined = 0
         self._recent_bytes = 0
 
     def append(self, entries: bytes) -> None:
         """Append the entries of a list, as JSON."""
-        if self._joined is not None:
-            self._blocks, self._joined = [self._joined[1:-1]] if len(self._joined) > 2 else [], None
-            self._num_joined = len(self._blocks)
-        self._blocks.append(entries[1:-1])
-        self._recent_bytes += len(entries)
-        if self._recent_bytes >= _BLOCK_BYTES:
-            self._blocks[self._num_joined :] = [b",".join(self._blocks[self._num_joined :])]
-            self._num_joined += 1
-            self._recent_bytes = 0
+        with self._lock:
+            if self._joined is not None:
+                self._blocks, self._joined = [self._joined[1:-1]] if len(self._joined) > 2 else [], None
+                self._num_joined = len(self._blocks)
+            self._blocks.append(entries[1:-1])
+            self._recent_bytes += len(entries)
+            if self._recent_bytes >= _BLOCK_BYTES:
+                self._blocks[self._num_joined :] = [b",".join(self._blocks[self._num_joined :])]
+                self._num_joined += 1
+                self._recent_bytes = 0
 
     def parts(self) -> list[bytes]:
         """Return the JSON of the list, in parts."""
-        blocks, parts = list(self._blocks), [b"["]
-        if (joined := self._joined) is not None:
-            return [joined]
-        for block in blocks:
+        with self._lock:
+            return self._present_parts()
+
+    def _present_parts(self) -> list[bytes]:
+        if self._joined is not None:
+            return [self._joined]
+        parts = [b"["]
+        for block in self._blocks:
             parts += (block, b",")
         return [*parts[:-1], b"]"] if len(parts) > 1 else [b"[]"]
 
     def joined(self) -> bytes:
-        """Return the JSON of the list, which is then its only part."""
-        if self._joined is None:
-            self._joined = b"".join(self.parts())
-            self._blocks.clear()
-        return self._joined
+        """Return the JSON of the list, which is then its only part, unless a thread appends meanwhile."""
+        parts = self.parts()
+        joined = b"".join(parts)
+        with self._lock:
+            if self._present_parts() == parts:
+                self._joined, self._blocks, self._num_joined = joined, [], 0
+        return joined
 
 
 def encode_in_parts(value: object) -> list[bytes]:

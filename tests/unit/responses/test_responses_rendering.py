@@ -208,6 +208,20 @@ def test_a_list_of_log_probabilities_may_be_read_at_any_time() -> None:
     assert LogprobList().joined() == b"[]"
 
 
+def test_log_probabilities_that_a_thread_appends_while_others_are_joined_are_kept() -> None:
+    class Appended(LogprobList):
+        def parts(self) -> list[bytes]:
+            parts = super().parts()
+            if len(parts) == 3:
+                self.append(b"[2]")
+            return parts
+
+    probs = Appended()
+    probs.append(b"[1]")
+    assert probs.joined() == b"[1]"
+    assert probs.joined() == b"[1,2]"
+
+
 def test_a_client_that_polls_gets_log_probabilities_that_were_encoded_before() -> None:
     """Each poll encoded 3900 of 20 alternatives on the event loop: 128 ms."""
     script: list[list[Part]] = [
