@@ -194,7 +194,7 @@ def _entry(scope: Scope, outcome: RequestOutcome) -> Entry:
         output_tokens=facts.output_tokens,
         ttft=None if facts.ttft is None else round(facts.ttft, 6),
         finish_reason=facts.finish_reason,
-        error=facts.error and _escaped(facts.error),
+        error=_escaped(facts.error or "") or None,
         trace_id=None if facts.trace is None else facts.trace.trace_id,
         span_id=None if facts.trace is None else facts.trace.span_id,
     )

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from engine.config.config import Config
 from engine.config.server import ServerConfig
 from engine.distributed.logs import BARE
-from server.access_log import AccessLog
+from server.access_log import AccessLog, facts_of
 from server.app import create_app
 from server.frontend import owner_of
 from server.limits.accounts import Accounts
@@ -633,6 +633,22 @@ async def test_no_access_log_logs_nothing(caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level(logging.INFO, "server.access_log")
     await client(access_log="none").get("/v1/models")
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+async def test_an_error_without_a_message_is_not_logged(is_json: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        facts_of(scope).error = ""
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def send(message: Any) -> None: ...
+
+    caplog.set_level(logging.INFO)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await RequestIdMiddleware(fails, AccessLog(json=is_json), Metrics("1"))(scope, None, send)  # type: ignore[arg-type]
+    assert "/v1/completions" in caplog.text
+    assert "error" not in caplog.text
 
 
 async def test_a_client_that_leaves_is_logged_as_499(caplog: pytest.LogCaptureFixture) -> None:
