@@ -363,8 +363,8 @@ class Connection:
 
     @property
     def was_reset(self) -> bool:
-        """Whether the client has reset the connection, of which the loop may not have been notified."""
-        return not self.is_open or self._tcp_state == _TCP_CLOSE
+        """Whether the connection has ended, as by a reset, of which the protocol may not have been notified."""
+        return not self.is_open or self._is_socket_closed or self._tcp_state == _TCP_CLOSE
 
     # -- for `Connections` --------------------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class Connection:
 
     def check(self, now: float) -> None:
         """End the connection if its client has been too slow, or has gone."""
-        if self._socket.fileno() < 0:  # Under TLS, the protocol learns of a closed socket in the loop's next round.
+        if self._is_socket_closed:
             return
         limits, elapsed = self._table.limits, now - self._since
         num_unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
@@ -477,6 +477,11 @@ class Connection:
                 # The code that sets the connection up, such as the TLS handshake, then sees that it has ended.
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def _is_socket_closed(self) -> bool:
+        """Whether the loop has closed the socket. Under TLS, the protocol is notified in the loop's next round."""
+        return self._socket.fileno() < 0
 
     @property
     def _tcp_state(self) -> int:

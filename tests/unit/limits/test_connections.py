@@ -3,6 +3,7 @@
 The test moves the clock; sockets only record calls.
 """
 
+import errno
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ class Peer:
         self.refusals: list[ApiError] = []
         self.unsent = 0
         self.tcp_state = 1
+        self.has_socket = True
         self.taken = 0
         self.arrived = b""
         self.on_ask: Callable[[], object] = lambda: None
@@ -53,7 +55,7 @@ class Peer:
         return self.unsent
 
     def fileno(self) -> int:
-        return 3
+        return 3 if self.has_socket else -1
 
     def recv(self, *args: int) -> bytes:
         if not self.arrived:
@@ -61,6 +63,8 @@ class Peer:
         return self.arrived
 
     def getsockopt(self, *args: int) -> bytes:
+        if not self.has_socket:
+            raise OSError(errno.EBADF, "Bad file descriptor")
         return bytes([self.tcp_state, *[0] * 119]) + self.taken.to_bytes(8, sys.byteorder)
 
     def send(self, num_bytes: int = 1) -> None:
@@ -690,6 +694,15 @@ def test_one_that_resets_the_connection_has_gone(edge: Edge, caplog: pytest.LogC
     assert edge.closed("gone") == 1
     edge.table.sweep()
     assert not caplog.records  # A client may leave.
+
+
+def test_one_whose_socket_is_closed_already_counts_as_reset(edge: Edge) -> None:
+    """Under TLS, the protocol is notified of it in a later round of the event loop."""
+    peer = edge.connect()
+    peer.request()
+    assert not peer.connection.was_reset
+    peer.has_socket = False
+    assert peer.connection.was_reset
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
