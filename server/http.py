@@ -371,9 +371,11 @@ class HttpProtocol(HttpToolsProtocol):
         if not (cycle.more_body and cycle.disconnected):
             if self._has_begun or scope["raw_path"] not in self._probes:
                 await self._turns.take(scope["state"]["party"])
-            # Of a flood of requests whose clients reset their connections, most end here or at their acceptance.
-            cycle.disconnected = cycle.disconnected or self._connection.was_reset
             if cycle.disconnected:
+                return
+            # Of a flood of requests whose clients reset their connections, most end here or at their acceptance.
+            if self._connection.was_reset:
+                self.abort()  # While a large body pauses reading, the loop does not report the reset.
                 return
             self._has_begun = True
             cycle.message_event.set()

@@ -411,9 +411,10 @@ class Connection:
             self._end_as("unread")
         elif self._is_half_closed:
             self._check_half_closed(now)
-        elif self._pipelined and self._tcp_state in (_TCP_CLOSE, _TCP_CLOSE_WAIT):
+        elif self._phase == "answer" and self._tcp_state == _TCP_CLOSE:
+            self._end_as("gone")  # The loop reports no reset of a connection that it does not read from.
+        elif self._pipelined and self._tcp_state == _TCP_CLOSE_WAIT:
             self.half_closed()
-            self._check_half_closed(now)
         elif self._phase == "head" and elapsed > limits.head_seconds:
             self._time_out("head", f"the request's head was not complete after {limits.head_seconds:g} s")
         elif self._phase == "body" and limits.body_rate:

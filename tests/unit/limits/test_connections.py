@@ -696,6 +696,20 @@ def test_one_that_resets_the_connection_has_gone(edge: Edge, caplog: pytest.LogC
     assert not caplog.records  # A client may leave.
 
 
+@pytest.mark.parametrize("is_uncounted", [False, True])
+def test_a_served_one_that_is_reset_while_nothing_is_read_has_gone(edge: Edge, is_uncounted: bool) -> None:
+    """The event loop does not report it: such connections were served for ever."""
+    peer = edge.connect()
+    peer.request(is_uncounted=is_uncounted)
+    edge.wait(60)
+    assert not peer.is_aborted
+    peer.tcp_state = 7
+    edge.wait(0.5)
+    assert peer.is_aborted
+    assert (len(edge.table), edge.table._num_served, edge.closed("gone")) == (0, 0, 1)
+    assert {edge.accounts.total(each) for each in RESOURCES} == {0}
+
+
 def test_one_whose_socket_is_closed_already_counts_as_reset(edge: Edge) -> None:
     """Under TLS, the protocol is notified of it in a later round of the event loop."""
     peer = edge.connect()

@@ -30,7 +30,7 @@ from uvicorn.server import ServerState
 from server.anthropic.rendering import PING
 from server.http import MAX_HEAD_BYTES, HttpProtocol
 from server.limits.acceptor import Acceptor
-from server.limits.accounts import Accounts
+from server.limits.accounts import RESOURCES, Accounts
 from server.limits.connections import Connection, ConnectionLimits, Connections
 from server.limits.keys import ApiKeys
 from server.limits.turns import RequestTurns
@@ -293,6 +293,30 @@ async def test_a_request_whose_client_has_reset_its_connection_is_not_begun() ->
                 assert edge.application.paths == ([] if is_accepted else ["/next"])
 
 
+@run
+async def test_nothing_is_left_of_resets_before_requests_begin_while_nothing_is_read() -> None:
+    """The event loop reports no reset of a connection that it does not read from, as after a large body. Such
+    connections were served for ever."""
+    turns = _NoTurns()
+    async with serving(turns=turns) as edge:
+        for _ in range(2 * LIMITS.connections):
+            turns.end.clear()
+            with socket.create_connection(("127.0.0.1", edge.port)) as client:
+                client.sendall(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 70000\r\n\r\n" + b"x" * 60_000)
+                await until(lambda: [each._body_bytes for each in edge.connections._open] == [60_000])
+                client.sendall(b"x" * 10_000)
+                await until(lambda: edge.connections._num_served == 1)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            (connection,) = edge.connections._open
+            assert connection.was_reset
+            turns.end.set()
+            await until(lambda: not edge.connections._open and not edge.state.tasks)
+        assert edge.application.num_requests == edge.connections._num_served == 0
+        assert {edge.connections._accounts.total(each) for each in RESOURCES} == {0}
+        assert b"kaon_connections_open 0.0\n" in edge.connections._metrics.render()
+
+
+@run
 async def test_one_that_resets_its_connection_is_gone_at_once() -> None:
     async with serving() as edge:
         client = await edge.connect(GET.replace(b"/x", b"/held"))
