@@ -299,6 +299,8 @@ class Results:
     def __init__(self, file: Path, append: bool) -> None:
         self._file = file
         self._measurements: list[Measurement] = []
+        self._whole_bytes: int | None = None
+        """Length of the whole lines if a part of a line follows them."""
         file.parent.mkdir(parents=True, exist_ok=True)
         if append and file.exists():
             text = file.read_text(encoding="utf-8")
@@ -306,7 +308,8 @@ class Results:
             for line in whole.splitlines():
                 fields = json.loads(line)
                 self._measurements.append(Measurement(**{**fields, "gaps": tuple(fields["gaps"])}))
-            file.write_text(whole, encoding="utf-8")
+            if len(whole) < len(text):
+                self._whole_bytes = len(whole.encode())
         else:
             file.unlink(missing_ok=True)
 
@@ -323,6 +326,9 @@ class Results:
     def add(self, measurement: Measurement) -> None:
         self._measurements.append(measurement)
         with self._file.open("a", encoding="utf-8") as stream:
+            if self._whole_bytes is not None:
+                stream.truncate(self._whole_bytes)
+                self._whole_bytes = None
             stream.write(json.dumps(asdict(measurement)) + "\n")
 
     def next_round(self) -> int:

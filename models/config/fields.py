@@ -180,8 +180,8 @@ def read_config(path: Path) -> Fields:
 
 
 def is_causal(config: Fields) -> bool:
-    """Whether a token sees only earlier ones. Null is true, as in transformers' default attention, unlike other
-    flags."""
+    """Whether a token sees only earlier ones. Null is true, unlike other flags: transformers' default
+    attention is causal then, unless it makes a mask for padding or for a window shorter than the text."""
     return config.values.get("is_causal") is None or config.boolean("is_causal", True)
 
 

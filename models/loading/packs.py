@@ -142,7 +142,12 @@ class PackCache:
     def write_in_background(self) -> None:
         """Write the scheduled model in a background thread of the lowest priority, which gives way to steps."""
         if self._unwritten is not None:
-            threading.Thread(target=self.write, name="kaon-packs", daemon=True).start()
+            threading.Thread(target=self._write_slowly, name="kaon-packs", daemon=True).start()
+
+    def _write_slowly(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        self.write()
 
     def write(self) -> None:
         """Write the scheduled model. An `OSError` is logged and not raised, since the cache is optional."""
@@ -150,8 +155,6 @@ class PackCache:
             return
         model, key = self._unwritten
         self._unwritten = None
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             self._write(model, key)
         except OSError as error:

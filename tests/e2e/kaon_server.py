@@ -69,9 +69,14 @@ class KaonServer(LoggedProcess):
 
     @property
     def core(self) -> psutil.Process:
-        """The engine core's process."""
-        (core,) = (child for child in self.process.children() if "kaon-engine-0" in command_line(child))
+        """The process of the engine core, which runs."""
+        (core,) = self.cores
         return core
+
+    @property
+    def cores(self) -> list[psutil.Process]:
+        """The process of the first engine core, if it has begun."""
+        return [child for child in self.process.children() if "kaon-engine-0" in command_line(child)]
 
     def stop(self) -> int:
         """End it as Ctrl-C does. Returns its exit code."""

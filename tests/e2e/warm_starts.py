@@ -44,7 +44,10 @@ _COMPUTING = ("engine.core.main", _RANK, "faulty_ranks", "faulty_replicas", "stu
 """Modules that run engine cores or ranks."""
 _SERVING = "from server.process import run; "
 """Part of the code that servers run."""
-_READ_ONCE = ("GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
+_READ_ONCE = (
+    *("GOMP_", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_"),
+    *("PYTHON", "TORCH", "TRANSFORMERS_", "TRITON_"),
+)
 """Beginnings of the names of variables that libraries read when they are loaded."""
 
 _ROOT = str(Path(__file__).parents[2])
@@ -58,13 +61,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 """Signals that Kaon's processes handle or ignore."""
 
 
-def _is_warm(command: Any, environment: Mapping[str, str], arguments: Mapping[str, Any]) -> bool:
+def _is_warm(command: Any, arguments: Mapping[str, Any]) -> bool:
     if not isinstance(command, list) or len(command) < 4 or command[:2] != [sys.executable, "-P"]:
         return False
     is_known = _serves(command) or (command[2] == "-m" and command[3] in _COMPUTING)
     is_plain = not any(arguments[name] for name in ("shell", "preexec_fn", "start_new_session", "executable"))
-    read_once = _read_once({**os.environ, **_OF_TEMPLATE})
-    return is_known and is_plain and not COLD_START.keys() & environment and _read_once(environment) == read_once
+    return is_known and is_plain
 
 
 _OF_TEMPLATE = {"OMP_NUM_THREADS": "1"}
@@ -80,6 +82,7 @@ def _read_once(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _hook(start: Callable[[dict[str, Any], list[int]], int | None]) -> None:
     """Let `Popen` start warm processes by `start`, which returns their pid, or None if it cannot."""
+    read_once = _read_once({**os.environ, **_OF_TEMPLATE})
     original = subprocess.Popen._execute_child
     signature = inspect.signature(original)
 
@@ -87,7 +90,8 @@ def _hook(start: Callable[[dict[str, Any], list[int]], int | None]) -> None:
         arguments = signature.bind(self, *positional).arguments
         command, environment = arguments["args"], arguments["env"]
         environment = dict(os.environ if environment is None else environment)
-        if not _is_warm(command, environment, arguments):
+        is_cold = bool(COLD_START.keys() & environment) or _read_once(environment) != read_once
+        if is_cold or not _is_warm(command, arguments):
             original(self, *positional)
             return
         descriptors = {each: each for each in (0, 1, 2, *arguments["pass_fds"])}
@@ -136,9 +140,11 @@ def servers_and_cores_start_warm() -> Iterator[None]:
         )
     original = subprocess.Popen._execute_child
     with ours:
-        _start_all_by(ours)
-        yield
-        subprocess.Popen._execute_child = original
+        try:
+            _start_all_by(ours)
+            yield
+        finally:
+            subprocess.Popen._execute_child = original
     template.wait()
 
 
@@ -229,8 +235,11 @@ def _start_all_by(template: socket.socket) -> None:
 
     def start(request: dict[str, Any], descriptors: list[int]) -> int | None:
         with lock:
-            _ask(template, request, descriptors)
-            return int(template.recv(32)) or None
+            try:
+                _ask(template, request, descriptors)
+                return int(template.recv(32) or 0) or None
+            except OSError:
+                return None  # It has died.
 
     if template.recv(32) == b"ready":
         _hook(start)

@@ -288,3 +288,9 @@ def test_processes_of_any_hash_seed_find_the_same_file(tmp_path: Path) -> None:
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         found.append(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
     assert found == ["False", "True"]
+
+
+def test_only_a_thread_in_the_background_writes_at_the_lowest_priority(checkpoint: Path, cache: PackCache) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    load(checkpoint, cache)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before

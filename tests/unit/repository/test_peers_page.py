@@ -131,6 +131,10 @@ def test_a_run_in_pieces_goes_on_with_the_rounds_of_its_file(tmp_path: Path) -> 
         file.write('{"contestant": "kaon", "rou')  # The run was killed while it wrote.
     again = Results(tmp_path / "results.jsonl", append=True)
     assert (again.median("kaon", "many"), again.gaps("kaon", "many"), again.next_round()) == (7.0, [0.25, 0.5], 1)
+    # A reader changes nothing, since another run may be writing the line.
+    assert not (tmp_path / "results.jsonl").read_text().endswith("\n")
+    again.add(Measurement("kaon", 1, "many", 9.0))
+    assert Results(tmp_path / "results.jsonl", append=True).median("kaon", "many") == 8.0
     assert Results(tmp_path / "results.jsonl", append=False).contestants() == []
 
 
