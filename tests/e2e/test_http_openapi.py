@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -164,7 +165,7 @@ def test_a_kept_response_is_as_described_all_its_life(http: httpx.Client, docume
 
 
 def test_keys_are_described_where_there_are_some() -> None:
-    document = create_app(Config(), None, keys=ApiKeys(["sk-one"])).openapi()  # type: ignore[arg-type]
+    document = create_app(Config(), SimpleNamespace(ready=None), keys=ApiKeys(["sk-one"])).openapi()  # type: ignore[arg-type]
     assert document["security"] == [{"key": []}]
     assert document["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
     assert document["paths"]["/livez"]["get"]["security"] == []

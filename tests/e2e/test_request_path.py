@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.kaon_server import MODEL, KaonServer, eventually, free_port
+from tests.e2e.warm_starts import COLD_START
 
 MOST_FILES = 18
 LEAVES = (
@@ -78,7 +79,7 @@ def test_a_chat_request_passes_few_files_from_its_route_to_run_model(
     (tmp_path / "sitecustomize.py").write_text(PROFILER.format(root=f"{root}{os.sep}", out=str(out)))
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    server = KaonServer(tmp_path / "log", free_port(), dtype="float32").ready()
+    server = KaonServer(tmp_path / "log", free_port(), environment=COLD_START, dtype="float32").ready()
     try:
         for process in (server.process, server.core):
             process.send_signal(signal.SIGUSR1)

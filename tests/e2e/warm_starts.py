@@ -104,7 +104,7 @@ def _hook(start: Callable[[dict[str, Any], list[int]], int | None]) -> None:
             "directory": os.fspath(arguments["cwd"] or os.getcwd()),
             "group": arguments["process_group"],
             "targets": list(descriptors),
-            "ignored": [each for each in _SIGNALS if signal.getsignal(each) is signal.SIG_IGN],
+            "ignored": [each for each in signal.valid_signals() if signal.getsignal(each) is signal.SIG_IGN],
             "mask": list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
             "cpus": list(os.sched_getaffinity(0)),
             "files": resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -267,7 +267,7 @@ def _high(each: socket.socket) -> socket.socket:
 def _arrange(request: Mapping[str, Any], received: list[int], base: list[str]) -> None:
     """Make this process what `Popen` would have made of it."""
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
-    for each in _SIGNALS:
+    for each in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ}:
         default = signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL
         signal.signal(each, signal.SIG_IGN if each in request["ignored"] else default)
     high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FIRST_HIGH) for each in received]

@@ -196,6 +196,8 @@ def test_a_check_that_got_no_processor_time_is_not_tried_again(monkeypatch: pyte
         checks.check('start: "a"', ebnf=False)
         assert checks._process is not None
         checks._process.send_signal(signal.SIGSTOP)
+        while not status(checks._process.pid)["State"].startswith("T"):  # Else it may still answer.
+            assert checks._process.poll() is None
         monkeypatch.setattr(compiler, "_WALL_SECONDS", 0.1)
         with pytest.raises(CheckUnavailable, match="too busy") as refused:
             checks.check('start: "b"', ebnf=False)
