@@ -26,6 +26,7 @@ from server.errors import ApiError, BadRequest, EngineError, Overloaded, Request
 from server.limits.owners import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult, logprob_bytes, num_logprobs
+from server.streaming.logprob_room import HeldLogprobs
 from server.streaming.resumable import ResumableStreams
 from server.streaming.sse import PIECE_BYTES, EventStream, Renderer, encode, in_slices, json_response, while_connected
 
@@ -47,12 +48,6 @@ _MAX_REPEATED_LOGPROBS = 2**20
 _MAX_UNREAD_BYTES = 2**29
 """Unread bytes of all streams, beyond which a stream that grows is ended if its owner holds an equal part of them.
 They add up: a stream that is paused or complete holds no slot of the engine, so that another one runs."""
-
-_MAX_LOGPROB_BYTES = 2**29
-"""Bytes of log probabilities of all answers that are not complete, beyond which further ones are refused, and those
-that grow are ended, if their owner holds an equal part of them."""
-
-_LOGPROBS_RETRY_SECONDS = 1.0
 
 _MANY_LOGPROBS = 4096
 """More log probabilities are rendered in a thread, so that other streams continue meanwhile."""
@@ -103,10 +98,10 @@ class Generation:
         if (alternatives := params.prompt_logprobs) is not None:
             num_tokens = sum(len(each.prompt_token_ids) for each in firsts)
             self._prompt_logprob_bytes = logprob_bytes(num_tokens, alternatives)
-        self._logprob_bytes = 0
-        """Bytes of log probabilities that are counted as the owner's."""
-        self._has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
-        self._may_be_large = self._has_logprobs or len(sequences) > MANY_SEQUENCES
+        self._held: HeldLogprobs | None = None
+        """Log probabilities that are counted as the owner's."""
+        has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        self._may_be_large = has_logprobs or len(sequences) > MANY_SEQUENCES
         self._hub = hub
         self._settings = config.server_config
         self._sequences = sequences
@@ -160,7 +155,7 @@ class Generation:
         else:
             self._facts = facts_of(http.scope)
             results = WholeResult(len(self._states), self._count_logprobs(), lambda: self._hub.cancel(self._states))
-        self._begin(id, results, holds_logprobs=http is not None and self._has_logprobs)
+        self._begin(id, results, held_logprob_bytes=0 if http is None else self._most_logprob_bytes())
         try:
             async with nullcontext() if http is None else while_connected(http.receive):
                 await results.wait()
@@ -202,8 +197,8 @@ class Generation:
         for state in self._states:
             state.logprobs = None  # The events have them, and nothing else needs them.
         stream = self._new_stream()
-        holds_logprobs = self._prompt_logprob_bytes > 0 or (renderer.repeats_logprobs and self._has_logprobs)
-        self._begin(renderer.head.id, stream, holds_logprobs=holds_logprobs)
+        held_bytes = self._most_logprob_bytes(of_tokens=renderer.repeats_logprobs)
+        self._begin(renderer.head.id, stream, held_logprob_bytes=held_bytes)
         return self._events(renderer, stream)
 
     async def _events(self, renderer: Renderer, stream: DeltaStream) -> AsyncGenerator[bytes, None]:
@@ -217,7 +212,7 @@ class Generation:
                     num_repeated += sum(num_logprobs(delta.logprobs) for delta in deltas.values())
                     if num_repeated > _MAX_REPEATED_LOGPROBS:
                         raise _many_logprobs("stream", _MAX_REPEATED_LOGPROBS)
-                    self._hold_logprobs(sum(_logprob_bytes_of(delta.logprobs or ()) for delta in deltas.values()))
+                    self._grow(sum(_logprob_bytes_of(delta.logprobs or ()) for delta in deltas.values()))
                 if self._may_be_large:
                     # The events that end a choice repeat its log probabilities.
                     num_again = num_repeated if any(delta.finished for delta in deltas.values()) else 0
@@ -283,10 +278,10 @@ class Generation:
 
     # -- begin and end ------------------------------------------------------------------------------------------
 
-    def _begin(self, id: str, consumer: Consumer, *, holds_logprobs: bool = False) -> None:
+    def _begin(self, id: str, consumer: Consumer, *, held_logprob_bytes: int = 0) -> None:
         """Submit the sequences if they are admitted. Raises an `ApiError`, and then nothing has changed.
 
-        `holds_logprobs`: whether log probabilities stay in memory until the answer is complete.
+        `held_logprob_bytes`: most bytes of log probabilities that stay in memory until the answer is complete.
         """
         hub, count = self._hub, len(self._states)
         seconds = self._arrival_time + self._timeout - time.monotonic()
@@ -295,9 +290,9 @@ class Generation:
             hub.metrics.rejected("timeout", count)
             raise RequestTimeout.after(self._timeout)
         self._submit_time = time.monotonic()
-        if holds_logprobs:
+        if held_logprob_bytes:
             try:
-                self._hold_logprobs(self._prompt_logprob_bytes)
+                self._hold_logprobs(consumer, held_logprob_bytes)
             except Overloaded as error:
                 hub.metrics.received(count)
                 hub.admission.refuse(self._owner, "logprobs", error, count)
@@ -330,35 +325,42 @@ class Generation:
             count += num_logprobs(positions)
             if count > _MAX_ANSWER_LOGPROBS:
                 raise _many_logprobs("answer", _MAX_ANSWER_LOGPROBS, ", or for a stream")
-            self._hold_logprobs(_logprob_bytes_of(positions))
+            self._grow(_logprob_bytes_of(positions))
 
         return add
 
-    def _hold_logprobs(self, num_bytes: int) -> None:
-        """Count `num_bytes` more log probabilities until `_release_logprobs`.
+    def _most_logprob_bytes(self, *, of_tokens: bool = True) -> int:
+        """Return the bytes that the log probabilities of the prompts, and by default of the tokens, have at most."""
+        alternatives = self._sequences[0].request.sampling_params.logprobs
+        if alternatives is None or not of_tokens:
+            return self._prompt_logprob_bytes
+        num_tokens = sum(each.request.sampling_params.max_tokens for each in self._sequences)
+        num_tokens = min(num_tokens, _MAX_ANSWER_LOGPROBS // (1 + alternatives))
+        return self._prompt_logprob_bytes + logprob_bytes(num_tokens, alternatives)
 
-        Raises `Overloaded`, and counts none of this answer any more, if all answers that are not complete hold too
-        many, and this owner its equal part of them. An answer that is the only one may have more: otherwise it would
-        never be complete.
-        """
-        accounts, party = self._hub.admission.accounts, self._owner.party
-        accounts.change(party, "logprob_bytes", num_bytes)
-        self._logprob_bytes += num_bytes
-        total = accounts.total("logprob_bytes")
-        if total > self._logprob_bytes and accounts.is_crowded_by(party, "logprob_bytes", _MAX_LOGPROB_BYTES):
-            own, num_owners = accounts.used(party, "logprob_bytes"), len(accounts.users("logprob_bytes"))
-            self._release_logprobs()
-            raise Overloaded(
-                f"the log probabilities of answers that are not complete have {total} bytes, {own} of them of this "
-                f"key or address, and this server holds about {_MAX_LOGPROB_BYTES}, shared among {num_owners}; ask "
-                "for fewer tokens, choices or alternatives at a time",
-                "tokens",
-                _LOGPROBS_RETRY_SECONDS,
-            )
+    def _hold_logprobs(self, consumer: Consumer, most_bytes: int) -> None:
+        """Count the log probabilities of this answer until `_release_logprobs`. Raises `Overloaded`."""
+        hub, states = self._hub, self._states
+
+        def end(error: ApiError) -> None:
+            hub.cancel(states)
+            if isinstance(consumer, DeltaStream):
+                consumer.close()
+            consumer.fail(error)
+
+        held = HeldLogprobs(self._owner.party, most_bytes, lambda: hub.pause(states), lambda: hub.resume(states), end)
+        hub.logprobs.admit(held, self._prompt_logprob_bytes)
+        self._held = held
+
+    def _grow(self, num_bytes: int) -> None:
+        """Count `num_bytes` more log probabilities. Raises `Overloaded` if that ends this answer."""
+        if self._held is not None:
+            self._hub.logprobs.grow(self._held, num_bytes)
 
     def _release_logprobs(self) -> None:
-        self._hub.admission.accounts.change(self._owner.party, "logprob_bytes", -self._logprob_bytes)
-        self._logprob_bytes = 0
+        if self._held is not None:
+            self._hub.logprobs.release(self._held)
+            self._held = None
 
     @property
     def _is_crowded(self) -> bool:
@@ -373,6 +375,8 @@ class Generation:
         self._hub.metrics.slow_reader(action)
         if action == "pause":
             self._hub.pause(self._states)
+            if self._held is not None:
+                self._hub.logprobs.read(self._held, False)
         elif self._hub.cancel(self._states):
             held = f"at most about {self._settings.stream_buffer_bytes} bytes for a reader (stream_buffer_bytes)"
             if is_crowded:
@@ -382,6 +386,10 @@ class Generation:
 
     def _on_drained(self) -> None:
         """Resume the sequences because the client has read everything."""
+        if self._held is not None:
+            self._hub.logprobs.read(self._held, True)
+            if self._held.is_suspended:
+                return
         self._hub.resume(self._states)
 
     def end(self) -> None:

@@ -22,6 +22,7 @@ from server.limits.accounts import Tally
 from server.limits.admission import Admission
 from server.limits.jobs import FairPool
 from server.metrics import Metrics
+from server.streaming.logprob_room import LogprobRoom
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Hub:
         """Time at which a sequence last ended, on the monotonic clock."""
         self._model_name = model_name
         self.admission = admission
+        self.logprobs = LogprobRoom(admission.accounts)
         self.answers = answers
         self.metrics = metrics
         self._core = core

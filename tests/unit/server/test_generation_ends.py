@@ -14,7 +14,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.request_state import RequestDelta
 from server.errors import BadRequest, EngineError, Overloaded, RequestTimeout
 from server.limits.owners import ANYONE, Owner
-from server.streaming import generation
+from server.streaming import generation, logprob_room
 from server.streaming.generation import Generation
 from server.streaming.hub import DeltaStream
 from server.streaming.sse import EventStream, while_connected
@@ -253,7 +253,7 @@ async def test_beyond_the_log_probabilities_of_all_answers_those_of_the_owner_wi
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each answer has a bound, and holds them until it is complete; together they took gigabytes."""
-    monkeypatch.setattr(generation, "_MAX_LOGPROB_BYTES", 20_000)
+    monkeypatch.setattr(logprob_room, "MAX_LOGPROB_BYTES", 20_000)
     front, params = FrontEnd(), SamplingParams(logprobs=20)
     accounts, heavy, light = front.admission.accounts, Owner.of_address("10.0.0.7"), Owner.of_address("10.0.0.8")
     position = TokenLogprobs(WORD[0], -1.0, (1,) * 20, (-1.0,) * 20)
@@ -293,11 +293,75 @@ async def test_beyond_the_log_probabilities_of_all_answers_those_of_the_owner_wi
     assert not accounts.total("logprob_bytes")
 
 
+async def test_answers_with_many_log_probabilities_wait_for_older_ones_and_lose_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logprob_room, "MAX_LOGPROB_BYTES", 20_000)
+    front, params = FrontEnd(), SamplingParams(max_tokens=4, logprobs=20)
+    core, position = front.core, TokenLogprobs(WORD[0], -1.0, (1,) * 20, (-1.0,) * 20)
+    requests = [front.generation(time.monotonic(), params=params) for _ in range(4)]
+    answers = [asyncio.ensure_future(each.respond(http(), renderer(), stream=False)) for each in requests]
+    await settle()
+    running = []
+    num_tokens = dict.fromkeys(range(4), 0)
+    while core.running:
+        running.append(len(core.running))
+        for id in range(4):
+            if id not in core.running:
+                continue
+            num_tokens[id] += 1
+            is_last = num_tokens[id] == 4
+            core.running -= {id} if is_last else set()
+            reason = "max_tokens" if is_last else None
+            front.hub.receive(StepOutputs([RequestOutput(id, WORD, is_last, reason, logprobs=[position])]))
+        await settle()
+    assert running[:2] == [4, 4]
+    assert min(running) == 1
+    for answer in await asyncio.gather(*answers):
+        assert json.loads(bytes(answer.body))["usage"]["completion_tokens"] == 4
+    assert not core.aborted
+    assert not front.admission.accounts.total("logprob_bytes")
+
+
+async def test_a_client_that_reads_again_does_not_continue_an_answer_that_waits_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logprob_room, "MAX_LOGPROB_BYTES", 20_000)
+    front, params = FrontEnd(), SamplingParams(max_tokens=20, logprobs=20)
+    core, position = front.core, TokenLogprobs(WORD[0], -1.0, (1,) * 20, (-1.0,) * 20)
+    requests = [front.generation(time.monotonic(), params=params) for _ in range(2)]
+    include = ["message.output_text.logprobs"]
+    streams = [each.events(renderer_of(include=include, top_logprobs=20)) for each in requests]
+    for _ in range(5):
+        front.hub.receive(StepOutputs([RequestOutput(id, WORD, logprobs=[position]) for id in (0, 1)]))
+        for stream in streams:
+            while b"output_text.delta" not in await anext(stream):
+                pass
+    assert (core.running, core.paused) == ({0}, {1})
+    full = requests[1]._stream
+    assert full is not None
+    requests[1]._on_full(full)
+    requests[1]._on_drained()
+    assert core.running == {0}, "the older one runs"
+    oldest = requests[0]._stream
+    assert oldest is not None
+    requests[0]._on_full(oldest)
+    assert core.running == {1}, "the older one waits for its client"
+    requests[0]._on_drained()
+    assert core.running == {0}
+    requests[0].end()
+    assert core.running == {1}
+    requests[1].end()
+    for stream in streams:
+        await stream.aclose()
+    assert not front.admission.accounts.total("logprob_bytes")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_of_prompts_count_from_the_admission_on(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "_MAX_LOGPROB_BYTES", 1000)
+    monkeypatch.setattr(logprob_room, "MAX_LOGPROB_BYTES", 1000)
     front, params = FrontEnd(), SamplingParams(prompt_logprobs=1)
     first = front.generation(time.monotonic(), params=params)
     _ = first.events(renderer())  # Alone, it may have more than all together.
