@@ -975,7 +975,7 @@ KINDS = ("HttpProtocol", "RequestResponseCycle", "Connection")
 
 def num_left() -> dict[str, int]:
     """Number of objects of each of `KINDS` that exist."""
-    kinds = Counter(type(each).__name__ for each in gc.get_objects())
+    kinds = Counter(type(each).__qualname__ for each in gc.get_objects())  # A tracer has a local `Connection`.
     return {kind: kinds[kind] for kind in KINDS}
 
 
