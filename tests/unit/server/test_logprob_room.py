@@ -59,8 +59,8 @@ def test_all_tokens_of_many_long_answers_of_one_owner_are_used(
     num_lines: int, times_longer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines of 16k tokens with 20 alternatives, 29 of 512 MiB each, whose limit may be higher. Those that grew first
-    beyond the bound were ended, and tried again from the start: 68 % of the tokens of 32 lines were used, and 14 % of
-    those of 64."""
+    beyond the bound were ended, and tried again from the start: 68 % of the tokens of 32 lines were used, and a
+    quarter of those of 64."""
     monkeypatch.setattr(logprob_room, "MAX_LOGPROB_BYTES", 5120)
     answers, waiting = Answers(), deque(range(num_lines))
     complete = steps = 0
