@@ -70,11 +70,11 @@ class KaonServer(LoggedProcess):
     @property
     def core(self) -> psutil.Process:
         """The process of the engine core, which runs."""
-        (core,) = self.cores
+        (core,) = self.first_cores
         return core
 
     @property
-    def cores(self) -> list[psutil.Process]:
+    def first_cores(self) -> list[psutil.Process]:
         """The process of the first engine core, if it has begun."""
         return [child for child in self.process.children() if "kaon-engine-0" in command_line(child)]
 
