@@ -48,7 +48,7 @@ from tools.demo.generate import held_out_texts
 STREAMS = (1, 8, 32, 128)
 ROUNDS, SECONDS = 5, 0.6
 _MOST_TURNS = 10
-"""Multiples of a window's time after which the machine is too busy."""
+"""Multiples of a window's time without a token after which the machine is too busy."""
 _WITHOUT = ("--num-speculative-tokens", "0")
 SERVERS: dict[str, tuple[str, ...]] = {"default": (), "no drafts": _WITHOUT, "no drafts again": _WITHOUT}
 _QUESTIONS = ("facts", "addition and subtraction", "about Kaon", "small talk", "copying", "outside its world")
@@ -122,7 +122,7 @@ async def _stream(server: Served, bodies: Iterator[dict[str, Any]]) -> None:
 
 
 async def window(server: Served, bodies: Bodies, streams: int, seconds: float, seed: int) -> Rates:
-    """Keep `streams` requests running for so long, or until there is a token, then cancel them."""
+    """Keep `streams` requests running for `seconds`, or longer until there is a token, then cancel them."""
     pid = server.core.pid
     _asked()
     sources = [bodies(random.Random(f"{seed} {stream}")) for stream in range(streams)]
@@ -263,7 +263,7 @@ class _Loop:
     def step(self) -> tuple[int, float, float]:
         """Run a step. Returns its number of tokens, and the thread's seconds in the operators and outside of them.
 
-        They are of processor time, which other programs lengthen least.
+        The seconds are of processor time, which other programs lengthen least.
         """
         start, in_operators, num_tokens, run = time.thread_time(), 0.0, 0, Library.run
 
@@ -301,7 +301,7 @@ _IDEAL_SECONDS = 0.15
 
 
 class _Stories:
-    """So many streams of stories through a `_Loop`, each of which begins another when one ends."""
+    """Streams of stories through a `_Loop`. Each begins another story when one ends."""
 
     def __init__(self, streams: int, num_drafts: int, *, always: bool) -> None:
         self._loop, self._always, self._streams = _Loop(streams, 512, num_drafts), always and num_drafts > 0, streams

@@ -32,8 +32,9 @@ usage: kaon serve [MODEL] [flags]   serve a checkpoint directory or hub id; with
 _BATCH_USAGE = """\
 usage: kaon run-batch INPUT OUTPUT [MODEL] [flags]
 
-Answers the requests in INPUT, one JSON object a line as OpenAI's batches have them, and appends an answer a line to
-OUTPUT. Started again, it continues with the lines that OUTPUT lacks. The flags are those of kaon serve.
+Answers the requests in INPUT, one JSON object per line in the form of OpenAI's batches, and appends one answer per
+line to OUTPUT. If it is started again, it continues with the lines that OUTPUT lacks. The flags are those of
+kaon serve.
 """
 
 _OK, _FAILED, _BAD_USAGE, _INTERRUPTED = 0, 1, 2, 130

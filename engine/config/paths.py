@@ -1,5 +1,5 @@
-"""`resolve_checkpoint`: the local checkpoint directory of a MODEL argument. `check_checkpoint`: its errors that are
-found without torch. `weights_digest`: a hash of its weights.
+"""`resolve_checkpoint`: the local checkpoint directory of a MODEL argument. `check_checkpoint`: finds its errors
+without torch. `weights_digest`: a hash of its weights.
 
 Called by the server, by `LLMEngine` and by the engine core.
 """
@@ -52,8 +52,8 @@ def resolve_checkpoint(model: str | None, revision: str | None = None, *, settin
 def check_checkpoint(model: str | None) -> None:
     """Raise `CheckpointError` for a wrong path, a wrong config.json or damaged weights, as their headers show.
 
-    A start calls it first, since the core finds such errors only after it has loaded torch. If `model` is no path, the
-    hub, which takes time, is not asked.
+    A start calls it first, since the core finds such errors only after it has loaded torch. A `model` that is no path
+    is not checked, because asking the hub takes time.
     """
     if model is None or not (model.startswith(("/", "./", "../", "~")) or os.path.exists(model)):
         return

@@ -135,7 +135,7 @@ class ModelDrafter:
         self._has_skipped = False
         """Whether the last step was skipped."""
         self._are_current = False
-        """Whether all entries before the positions of the step that `can_verify` has seen last are computed."""
+        """Whether all entries before the positions of the latest step given to `can_verify` are computed."""
         self._num_done = np.zeros(num_slots, dtype=np.int64)
         """Number of computed entries of each slot."""
         self._num_stored = np.zeros(num_slots, dtype=np.int64)

@@ -164,7 +164,8 @@ class StepCosts:
     def drafting(self, num_rows: int, depth: int) -> float:
         """Expected seconds of drafting; 0 without measurements. Sizes above the largest measured one count as it.
 
-        Fewer drafts than any measured number take their share of it, since a pass over all rows makes each.
+        Fewer drafts than the least measured number count as their share of its time, since a pass over all rows makes
+        each draft.
         """
         if not depth or not num_rows:
             return 0.0
@@ -533,7 +534,7 @@ class DraftPlan:
         self._steps_left = 0
         self._planned_size = 0
         self._probed: dict[int, int] = {}
-        """The step from which on steps of each size were last planned to measure them."""
+        """By size, the number of the step at which steps of that size were last planned in order to measure them."""
 
     @property
     def is_stopped(self) -> bool:
@@ -739,7 +740,7 @@ class DraftPlan:
     def _probing(self, limits: list[int]) -> list[int]:
         """The most drafts of each row, one fewer than `limits` where steps of that size are to be measured again.
 
-        Of a step of fewer drafts, more rounds share the host's time, which only a measurement shows.
+        In a step of fewer drafts, more rounds share the host's time. Only a measurement shows the cost of such a step.
         """
         fewer = [min(limit, max(0, max(limits) - 1)) for limit in limits]
         size, step = _size(len(limits) + sum(fewer)), self.costs.num_steps

@@ -27,7 +27,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
-    """The first and the end of its bytes, from the end of the header."""
+    """Offsets of the first byte and of the end of its bytes, from the end of the header."""
 
 
 class Header(NamedTuple):
@@ -35,7 +35,7 @@ class Header(NamedTuple):
 
     tensors: dict[str, StoredTensor]
     end: int
-    """Where the tensors' bytes begin."""
+    """Offset in the file at which the tensors' bytes begin."""
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -74,7 +74,7 @@ def read_header(file: Path) -> Header:
             if length > _MOST_HEADER_BYTES:
                 raise ValueError(f"its header would have {length} bytes, of at most {_MOST_HEADER_BYTES}")
             entries = msgspec.json.decode(opened.read(length), type=dict[str, msgspec.Raw])
-        # The metadata hold arbitrary strings, one of which may have the name of a tensor's field.
+        # The metadata are arbitrary strings, whose names may equal those of a tensor's fields.
         entries.pop("__metadata__", None)
         tensors = {name: msgspec.json.decode(entry, type=StoredTensor) for name, entry in entries.items()}
         needed = 8 + length + max((each.data_offsets[1] for each in tensors.values()), default=0)
@@ -91,8 +91,8 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 
 def require_layers(path: Path, count: int) -> None:
-    """Raise `CheckpointError` if the headers of a checkpoint are damaged, or none of its tensors is of one of its
-    layers. Checkpoints with other names of layers pass."""
+    """Raise `CheckpointError` if a header of a checkpoint is damaged, or if one of its `count` layers has no tensor.
+    Checkpoints that name their layers differently pass."""
     found = {int(match[1]) for name in tensor_files(path) if (match := _LAYER.match(name))}
     if found and (absent := [f"{number}" for number in range(count) if number not in found]):
         raise CheckpointError(

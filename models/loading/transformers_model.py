@@ -97,7 +97,7 @@ def load_transformers_model(
     replace_methods(model)
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "is_causal", True) is None:
-        text.is_causal = True  # As in transformers' default attention; masks of others take null for false.
+        text.is_causal = True  # As in transformers' default attention. The masks of other kinds take null for false.
     served = TransformersModel(model, config, dtype)
     try:
         check_paged_equivalence(served, config, dtype=dtype, device=device)

@@ -17,7 +17,7 @@ MAX_LINES = 50_000
 """Most requests in a batch (OpenAI's limit)."""
 
 MAX_LINE_BYTES = 33 * 2**20
-"""Longest line in bytes where no server sets the largest body: the largest default, and the members around it."""
+"""Longest line in bytes where no server sets the largest body: the largest default body, and the members around it."""
 
 AROUND_BODY_BYTES = 2**16
 """Most bytes of a line around its body."""
@@ -50,7 +50,7 @@ class Line(NamedTuple):
     custom_id: str
     start: int
     length: int
-    """Its first byte in the file, and its bytes."""
+    """Offset of its line in the file, and the length of the line, in bytes."""
 
 
 # -- requests -----------------------------------------------------------------------------------------------------
@@ -59,9 +59,9 @@ class Line(NamedTuple):
 def read_lines(
     path: Path, endpoint: str, rest: Callable[[], object] = lambda: None, max_bytes: int = MAX_LINE_BYTES
 ) -> tuple[list[Line], list[BatchError]]:
-    """Find the lines of a batch's input, or its errors. Empty lines are skipped.
+    """Return the requests in a batch's input, and the errors of invalid lines. Empty lines are skipped.
 
-    `rest` is called after each line, which may have `max_bytes`.
+    A line may have at most `max_bytes`. `rest` is called after each line.
     """
     lines: list[Line] = []
     errors: list[BatchError] = []
@@ -91,7 +91,7 @@ def read_lines(
             start += len(content)
             rest()
     if not lines and not errors:
-        errors.append(BatchError("empty_file", "the input holds no request; write a JSON object a line"))
+        errors.append(BatchError("empty_file", "the input holds no request; write one JSON object per line"))
     return lines, errors
 
 

@@ -258,9 +258,9 @@ class BatchRunner:
                     task.add_done_callback(lambda _: unfinished.release())
 
     async def _begin_line(self, batch: Batch, line: Line) -> bytes:
-        """Wait until another line may run, one in each round of the event loop, and return its request's body. While
-        live requests run, fewer lines may. The next one is of the owner with the fewest running lines, however many
-        batches others have.
+        """Wait until the line may run, and return the body of its request. One line begins in each round of the event
+        loop, and fewer lines run while live requests do. The next line is one of the owner with the fewest running
+        lines, however many batches other owners have.
 
         A line costs the loop a third of a millisecond, and dozens begin when a batch does, or are tried again. It is
         read only now: the lines of all batches that wait would fill the memory.
@@ -331,8 +331,8 @@ class BatchRunner:
     ) -> tuple[bytes, bool]:
         """Compute an input line. Returns the output line, and whether the line succeeded.
 
-        `read(seconds)` returns the body of its request after that time. It is called for each attempt, the first of
-        which is at once; further ones follow while the server is too busy or not ready.
+        `read(seconds)` returns the body of its request after that time. It is called for each attempt: the first
+        begins at once, and further ones follow while the server is too busy or not ready.
         """
         request_id = new_request_id()
         wait, failures = 0.0, 0

@@ -463,7 +463,8 @@ class BatchStore:
     def update(self, id: str, status: BatchStatus, **fields: Any) -> BatchObject:
         """Set a batch's status, the time of that status, and further fields, unless it has ended. Returns the batch.
 
-        A batch that is being cancelled has that status until it ends: a server that is started later would compute it.
+        A batch that is being cancelled keeps that status until it ends. With another status, a server that is started
+        later would compute it.
         """
         with self._transaction() as database:
             row = database.execute("SELECT object FROM batches WHERE id = ?", (id,)).fetchone()
@@ -531,7 +532,7 @@ class BatchStore:
         id = batch.object.id
         for row in self._query(f"SELECT output_seconds FROM batches WHERE id = ? AND {_UNFINISHED}", id):
             self._write_end(batch, status, errors, row["output_seconds"])
-        # Also of a batch that has ended: they were not deleted if the disk had no room.
+        # A batch that has ended may still have lines, which were not deleted if the disk had no room.
         self._delete_lines(id)
 
     def _write_end(
@@ -642,7 +643,7 @@ class BatchStore:
             try:
                 self._delete_left_lines(database)
             except sqlite3.OperationalError as error:
-                # Deleting needs room in the log of the database. The lines only take room, and no batch waits for it.
+                # Deleting needs room in the database's log. The start goes on without it: the lines only take room.
                 _log.error("lines of ended batches stay in %s until the next start: %s", self._folder, error)
             # Delete contents without a row: a killed server renamed the file or deleted the row just before.
             entered = {row["id"] for row in database.execute("SELECT id FROM files")}

@@ -363,7 +363,7 @@ class Connection:
 
     @property
     def was_reset(self) -> bool:
-        """Whether the connection has ended, as by a reset, of which the protocol may not have been notified."""
+        """Whether the connection has ended, for example by a reset. The protocol may not have been notified."""
         return not self.is_open or self._is_socket_closed or self._tcp_state == _TCP_CLOSE
 
     # -- for `Connections` --------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""When tasks begin: `begin_at_once`, in this callback; `RequestTurns` and `FairLock`, at the turn of their owner.
+"""Decides when tasks begin.
 
-An owner is known by its party (`Owner.party`). `RequestTurns` bounds how many requests begin in a round of the event
-loop; `FairLock` lets one task into a block at a time.
+`begin_at_once` begins a task within the present callback of the event loop. `RequestTurns` and `FairLock` make tasks
+wait for the turn of their owner, which is known by its party (`Owner.party`): `RequestTurns` bounds how many requests
+begin in a round of the event loop, and `FairLock` lets one task into a block at a time.
 """
 
 import asyncio
@@ -13,12 +14,12 @@ from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 _MOST_BEGUN, _LEAST_BEGUN = 8, 2
-"""Most requests that begin per round of the event loop, and how many may begin at least after long rounds. With two, a
-quarter fewer of the shortest requests per second are answered."""
+"""Most requests that begin per round of the event loop, and the number that may begin even after long rounds. With two
+in every round, a quarter fewer of the shortest requests per second are answered."""
 
 _LONG_ROUND_SECONDS, _LONG_FOR_LIGHT_SECONDS = 0.008, 0.002
-"""After rounds that took longer fewer requests begin: a health probe needs several rounds, and so does the first token
-of a light party, for which rounds are kept shorter."""
+"""Fewer requests begin after a round that took longer. The shorter time applies while there is a light party. A health
+probe needs several rounds, and so does the first token of a light party."""
 
 _LIGHT_SECONDS = 1.0
 """Time for which rounds are kept short after a request of a light party, and after which counts of requests are
@@ -28,9 +29,9 @@ halved."""
 def begin_at_once(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
     """Run `coroutine` until it first waits. Returns the task that continues it, or None if it has ended.
 
-    A new task would begin in the next round of the event loop, after all callbacks that are ready. Python 3.12's eager
-    tasks begin at once too; here there is no current task until `coroutine` first waits, so it must not begin with a
-    timeout. Raises what it raises until then.
+    A new task would begin in the next round of the event loop, after all callbacks that are ready. Unlike with Python
+    3.12's eager tasks, there is no current task until `coroutine` first waits, so it must not begin with a timeout.
+    Raises what `coroutine` raises before it first waits.
     """
     context = contextvars.copy_context()
     try:
@@ -41,7 +42,7 @@ def begin_at_once(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | 
 
 
 class _Begun(Coroutine[Any, Any, None]):
-    """The rest of a coroutine that waits for `awaited`, for a task."""
+    """The rest of a coroutine that waits for `awaited`, to be continued by a task."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], awaited: Any) -> None:
         self._coroutine = coroutine
@@ -51,7 +52,7 @@ class _Begun(Coroutine[Any, Any, None]):
         return self._awaited.pop() if self._awaited else self._coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        # A task cancels what it waits for, but before its first step it has not learned of `awaited`.
+        # A task cancels the future that it waits for, but before its first step it does not know `awaited`.
         if self._awaited and (awaited := self._awaited.pop()) is not None:
             awaited.cancel()
         return self._coroutine.throw(*error)
@@ -101,12 +102,13 @@ class RequestTurns:
     A request costs up to a millisecond in its first rounds. If thousands of connections or pipelines sent requests at
     once, a round would take seconds, and a health probe needs several rounds.
 
-    A light party, which lately sent less than half of the mean number of requests of all parties, precedes the
-    others, to which one request of each round is left. Rounds are short only while there is a light party, because
-    fewer requests per round make smaller batches for the engine.
+    A party is light if it recently sent less than half of the mean number of requests of all parties. Light parties
+    precede the others, for which one request of each round is reserved. Rounds are kept short only while there is a
+    light party, because fewer requests per round make smaller batches for the engine.
 
-    While waiting parties have several requests each, a request of another party precedes these, too. Parties whose
-    requests come in bursts are light when one begins, so that a party with steady requests would wait for all others.
+    While the waiting parties have several requests each, a request of a further party precedes them, too. Otherwise a
+    party with steady requests would wait for all parties whose requests come in bursts, because these are light at the
+    beginning of a burst.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -114,11 +116,11 @@ class RequestTurns:
         self._most = _MOST_BEGUN
         """Requests that may begin in a round: halved after a long round, one more after a short one."""
         self._expected_at = 0.0
-        """Time in the previous round at which the next one was asked for."""
+        """Time, in the previous round, at which the next round was scheduled."""
         self._left = _MOST_BEGUN
         """Requests that may still begin in this round."""
         self._single = _Waiting()
-        """Requests that came while other parties had several requests each and theirs had none."""
+        """Requests that came when their party had no waiting request and the waiting parties had several each."""
         self._light = _Waiting()
         """Requests that came when their party was light."""
         self._waiting = _Waiting()
@@ -182,7 +184,7 @@ class RequestTurns:
             self._expect_round()
 
     def _begin(self, waiting: _Waiting, num_kept: int) -> None:
-        """Let waiting requests begin, but leave `num_kept` of this round."""
+        """Let waiting requests begin until only `num_kept` more may begin in this round."""
         while self._left > num_kept and waiting:
             party = next(iter(waiting))
             self._left -= waiting.begin(party)

@@ -64,7 +64,7 @@ _FAILURES: dict[str | None, str] = {each: each for each in ("rate_limit_exceeded
 
 
 _BLOCK_BYTES = 2**16
-"""Least bytes of log probabilities that are joined once they have been encoded."""
+"""Number of bytes of encoded log probabilities from which on they are joined to one block."""
 
 _APART = b"\0"
 """Stands for a `LogprobList` in encoded JSON, which otherwise has no zero bytes."""

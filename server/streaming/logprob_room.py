@@ -1,11 +1,13 @@
-"""`LogprobRoom`: bounds the log probabilities of answers that are not complete, which hold them in memory.
+"""`LogprobRoom`: bounds the memory for the log probabilities of answers that are not complete.
 
-While an owner holds less than its part of three quarters of the bound, all of its answers run. Beyond it, only the
-oldest run, as many as there is room for, further ones are refused, and the others are suspended. They continue in the
-order of their admission as others complete, so that nothing that was computed is lost.
+All answers of an owner run until the owner holds its equal part of three quarters of the bound and all owners together
+hold more than these three quarters. Then further answers of the owner are refused, and only its oldest answers run, as
+many as there is room for. The others are suspended, and continue in the order of their admission as answers complete,
+so that nothing that was computed is lost.
 
-The limit of an answer's tokens is often the whole context, and tells little. So each is expected to double, which is
-reconsidered when it has. An eighth of the bound stays for the oldest one, which always runs.
+The token limit of an answer is often the whole context, which does not show how long the answer will be. So each
+answer is expected to grow to twice its present size, and is given a new expected size once it has. An eighth of the
+bound is kept for the oldest answer, which always runs.
 """
 
 from collections.abc import Callable
@@ -27,17 +29,17 @@ class HeldLogprobs:
 
     party: str
     most_bytes: int
-    """Bytes that they have at most when the answer is complete."""
+    """The most bytes that they can have when the answer is complete."""
     suspend: Callable[[], object]
     resume: Callable[[], object]
     """Called only while the client reads the answer."""
     end: Callable[[ApiError], object]
     num_bytes: int = 0
     expected_bytes: int = 0
-    """Bytes that it is expected to have when it is complete, if the owner has suspended answers."""
+    """Bytes that they are expected to reach. Up to date only while the owner has suspended answers."""
     is_suspended: bool = False
     is_read: bool = True
-    """Whether the client reads the answer. If it does not, others do not wait for its completion."""
+    """Whether the client reads the answer. Other answers do not wait for the completion of one that is not read."""
 
 
 class LogprobRoom:
@@ -51,10 +53,10 @@ class LogprobRoom:
         """Parties with suspended answers."""
 
     def admit(self, answer: HeldLogprobs, num_bytes: int) -> None:
-        """Count an answer, whose prompt will have `num_bytes`, until `release`.
+        """Count an answer until `release`. The log probabilities of its prompt will have `num_bytes`.
 
-        Raises `Overloaded` if there is no room, and then nothing has changed. An answer that is the only one is always
-        admitted: otherwise it never would be.
+        Raises `Overloaded` if there is no room, and then nothing has changed. An answer is always admitted while there
+        is no other one, because a refused request would not fit later either.
         """
         self._change(answer, num_bytes)
         party, is_alone = answer.party, self._accounts.total("logprob_bytes") == num_bytes
@@ -67,9 +69,10 @@ class LogprobRoom:
         self._answers.setdefault(party, {})[answer] = None
 
     def grow(self, answer: HeldLogprobs, num_bytes: int) -> None:
-        """Count `num_bytes` more of an admitted answer. Raises `Overloaded` if that ends it, and releases it then.
+        """Count `num_bytes` more of an admitted answer. No effect on an answer that was released.
 
-        No effect on an answer that was released.
+        If there is no room, the youngest answer of the owner is released and ended. If that is this answer, it is
+        ended by raising `Overloaded`.
         """
         party = answer.party
         if answer not in self._answers.get(party, {}):
@@ -89,7 +92,7 @@ class LogprobRoom:
             self._share(party)
 
     def release(self, answer: HeldLogprobs) -> None:
-        """Count an answer no more, and continue suspended ones. Idempotent."""
+        """Stop counting an answer, and resume suspended answers for which there is room. Idempotent."""
         answers = self._answers.get(answer.party, {})
         if answer not in answers:
             return
@@ -107,11 +110,11 @@ class LogprobRoom:
             self._share(answer.party)
 
     def _share(self, party: str) -> None:
-        """Suspend and resume the answers of an owner so that those that run have room to grow as expected."""
+        """Suspend and resume answers of an owner, so that those that run have room to reach their expected sizes."""
         accounts, answers = self._accounts, self._answers.get(party, {})
         part = MAX_LOGPROB_BYTES // max(1, len(accounts.users("logprob_bytes")))
         own, total = accounts.used(party, "logprob_bytes"), accounts.total("logprob_bytes")
-        # Answers that are suspended also get the outputs of steps that have begun.
+        # The eighth also holds the outputs of steps that had begun when answers were suspended.
         free = max(part - own, MAX_LOGPROB_BYTES - total) - MAX_LOGPROB_BYTES // 8
         oldest = next((answer for answer in answers if answer.is_read), None)
         changed: list[HeldLogprobs] = []
@@ -143,10 +146,11 @@ class LogprobRoom:
     def _overloaded(self, party: str) -> Overloaded:
         accounts = self._accounts
         total, own = accounts.total("logprob_bytes"), accounts.used(party, "logprob_bytes")
+        users = len(accounts.users("logprob_bytes"))
         return Overloaded(
             f"the log probabilities of answers that are not complete have {total} bytes, {own} of them of this key or "
-            f"address, and this server holds about {MAX_LOGPROB_BYTES}, shared among "
-            f"{len(accounts.users('logprob_bytes'))}; ask for fewer tokens, choices or alternatives at a time",
+            f"address, and this server holds about {MAX_LOGPROB_BYTES}, shared among {users} keys or addresses; ask "
+            "for fewer tokens, choices or alternatives at a time",
             "tokens",
             _RETRY_SECONDS,
         )

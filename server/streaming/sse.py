@@ -163,7 +163,7 @@ class _Pings:
 
 
 def json_response(*parts: bytes) -> Response:
-    """Return a response 200 with JSON text as the body, the sum of `parts`, sent in pieces if it is large."""
+    """Return a response 200 whose body is JSON, the concatenation of `parts`. It is sent in pieces if it is large."""
     if sum(map(len, parts)) > PIECE_BYTES:
         return _LargeResponse(parts)
     return Response(b"".join(parts), media_type="application/json")
@@ -183,7 +183,7 @@ class _LargeResponse(Response):
 
 
 async def _send_in_pieces(parts: Sequence[bytes], scope: Scope, send: Send) -> None:
-    """Send a part of a body, the sum of `parts`. Other clients are served between its pieces.
+    """Send a part of a body, the concatenation of `parts`. Other clients are served between its pieces.
 
     The connection is notified of the bytes, all of which stay in memory until the last is sent: where much is held for
     clients that hardly read, some must end.
@@ -201,7 +201,7 @@ async def _send_in_pieces(parts: Sequence[bytes], scope: Scope, send: Send) -> N
 
 
 def _pieces(parts: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield the sum of `parts` in pieces of at most `PIECE_BYTES`."""
+    """Yield the concatenation of `parts` in pieces of at most `PIECE_BYTES`."""
     waiting: list[bytes] = []
     num_bytes = 0
     for part in parts:

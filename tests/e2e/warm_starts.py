@@ -6,9 +6,9 @@ Importing them takes two thirds of the processor time of a start: three seconds 
                                                   │   a child of the test process, as if that had started it
                                                   └──forks──> the server's first engine core, which waits for its start
 
-What is started in another way than `_is_warm` knows, or with `COLD_START` in its environment, and all where clones are
-not supported, starts as it does for users. So do further engine cores of a server, and ranks of an engine core, except
-with `WARM_CHILDREN` in the environment: then both have a template, which is a further child of theirs.
+A process starts as it does for users if `_is_warm` does not know its command, if `COLD_START` is in its environment,
+or where clones are not supported. So do the further engine cores of a server, and the ranks of an engine core, unless
+`WARM_CHILDREN` is in the environment: then the server or engine core has a template of its own as a further child.
 """
 
 import array
@@ -52,10 +52,10 @@ _READ_ONCE = (
 
 _ROOT = str(Path(__file__).parents[2])
 _FIRST_HIGH = 600
-"""Descriptors from here on are out of the way of those that a process is given."""
+"""Descriptors from this number on do not collide with those that a process is given."""
 _SYS_CLONE, _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 56, 0x8000, 0x200000, 0x1000000
 _OFFSET_OF_TID = 0x2D0
-"""In glibc's record of a thread, on x86-64."""
+"""Offset of the thread's id in glibc's record of a thread, on x86-64."""
 _LONGEST_COMMAND = 16384
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 """Signals that Kaon's processes handle or ignore."""
@@ -149,7 +149,7 @@ def servers_and_cores_start_warm() -> Iterator[None]:
 
 
 def main(base: list[str], descriptor: int) -> str:
-    """Serve as a template. Returns in each process that it starts: the code that this runs."""
+    """Serve as a template. Returns only in the processes that it starts, with the code that the process runs."""
     python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     base = [each for each in base if each not in python_path]
     for name in _SERVER:
@@ -230,7 +230,7 @@ def _stand_by() -> None:
 
 
 def _start_all_by(template: socket.socket) -> None:
-    """Let a template that serves start all warm processes of `Popen`."""
+    """Let `Popen` start all warm processes by a template."""
     lock = threading.Lock()
 
     def start(request: dict[str, Any], descriptors: list[int]) -> int | None:
@@ -239,7 +239,7 @@ def _start_all_by(template: socket.socket) -> None:
                 _ask(template, request, descriptors)
                 return int(template.recv(32) or 0) or None
             except OSError:
-                return None  # It has died.
+                return None  # The template has died.
 
     if template.recv(32) == b"ready":
         _hook(start)
@@ -286,7 +286,7 @@ def _arrange(request: Mapping[str, Any], received: list[int], base: list[str]) -
     sys.orig_argv[:] = command
     sys.argv[:] = [command[2], *command[4:]]
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *base]
-    # The command as /proc shows it: where the template's is, whose length it must have.
+    # /proc shows the command from the memory of the template's, so that it must have the same length.
     first, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     shown = b"".join(os.fsencode(each) + b"\0" for each in command)
     ctypes.memmove(first, shown.rjust(end - first, b"/")[: end - first], end - first)

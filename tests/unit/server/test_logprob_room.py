@@ -93,7 +93,7 @@ def test_answers_are_refused_while_others_of_the_owner_wait(monkeypatch: pytest.
     for _ in range(38):
         answers.step(60)
     assert [older.is_suspended, younger.is_suspended] == [False, True]
-    with pytest.raises(Overloaded, match="shared among 2; ask for fewer"):
+    with pytest.raises(Overloaded, match="shared among 2 keys or addresses; ask for fewer"):
         answers.admit("heavy", 1)
     answers.admit("light", 10).is_read = False
     while older in answers.held:
