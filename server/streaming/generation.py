@@ -25,7 +25,15 @@ from server.access_log import RequestFacts, facts_of
 from server.errors import ApiError, BadRequest, EngineError, Overloaded, RequestTimeout, SlowReader
 from server.limits.owners import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
-from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult, logprob_bytes, num_logprobs
+from server.streaming.hub import (
+    Consumer,
+    DeltaStream,
+    Hub,
+    WholeResult,
+    bytes_of_logprobs,
+    logprob_bytes,
+    num_logprobs,
+)
 from server.streaming.logprob_room import HeldLogprobs
 from server.streaming.resumable import ResumableStreams
 from server.streaming.sse import PIECE_BYTES, EventStream, Renderer, encode, in_slices, json_response, while_connected
@@ -212,7 +220,7 @@ class Generation:
                     num_repeated += sum(num_logprobs(delta.logprobs) for delta in deltas.values())
                     if num_repeated > _MAX_REPEATED_LOGPROBS:
                         raise _many_logprobs("stream", _MAX_REPEATED_LOGPROBS)
-                    self._grow(sum(_logprob_bytes_of(delta.logprobs or ()) for delta in deltas.values()))
+                    self._grow(sum(bytes_of_logprobs(delta.logprobs) for delta in deltas.values()))
                 if self._may_be_large:
                     # The events that end a choice repeat its log probabilities.
                     num_again = num_repeated if any(delta.finished for delta in deltas.values()) else 0
@@ -325,7 +333,7 @@ class Generation:
             count += num_logprobs(positions)
             if count > _MAX_ANSWER_LOGPROBS:
                 raise _many_logprobs("answer", _MAX_ANSWER_LOGPROBS, ", or for a stream")
-            self._grow(_logprob_bytes_of(positions))
+            self._grow(bytes_of_logprobs(positions))
 
         return add
 
@@ -422,10 +430,6 @@ def _many_logprobs(what: str, most: int, remedy: str = "") -> BadRequest:
         f"choices, tokens or alternatives at a time{remedy}",
         param="logprobs",
     )
-
-
-def _logprob_bytes_of(positions: Sequence[TokenLogprobs]) -> int:
-    return logprob_bytes(len(positions), len(positions[0].top_ids)) if positions else 0
 
 
 def usage_of(states: Sequence[RequestState], num_choices: int) -> Usage:

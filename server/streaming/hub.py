@@ -335,15 +335,17 @@ class DeltaStream:
 
 def _size(delta: RequestDelta) -> int:
     """Return the approximate bytes of a delta, without prompt log probabilities, which a stream has only once."""
-    size = _DELTA_BYTES + sys.getsizeof(delta.text)
-    if delta.logprobs:
-        size += logprob_bytes(len(delta.logprobs), len(delta.logprobs[0].top_ids))
-    return size
+    return _DELTA_BYTES + sys.getsizeof(delta.text) + bytes_of_logprobs(delta.logprobs)
 
 
 def logprob_bytes(num_tokens: int, num_alternatives: int) -> int:
     """Return the approximate bytes of the log probabilities of some tokens and their alternatives."""
     return num_tokens * (_LOGPROB_BYTES + _ALTERNATIVE_BYTES * num_alternatives)
+
+
+def bytes_of_logprobs(positions: Sequence[TokenLogprobs] | None) -> int:
+    """Return the approximate bytes of these log probabilities."""
+    return logprob_bytes(len(positions), len(positions[0].top_ids)) if positions else 0
 
 
 def _merged(deltas: Sequence[RequestDelta]) -> RequestDelta:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 
-from engine.distributed.core_process import CORE_MODULE
 from engine.distributed.rank_link import RANK_MODULE
 from tests.e2e.kaon_server import KaonServer, eventually, free_port
 from tests.e2e.processes import LoggedProcess, command_line
@@ -30,10 +29,6 @@ class ChaosServer(KaonServer):
         LoggedProcess.__init__(self, [*command, *SMALL, *options], log)
 
     # -- what it is doing -----------------------------------------------------------------------------------------
-
-    def cores(self) -> list[psutil.Process]:
-        """The running engine cores: one, or none for a short time while it is replaced."""
-        return [child for child in self.process.children() if _is_core(child)]
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its name and labels, as in the text format."""
@@ -151,11 +146,3 @@ class ChaosServer(KaonServer):
 
     def _running_rank(self) -> psutil.Process:
         return next(each for each in self._running_core().children() if RANK_MODULE in command_line(each))
-
-
-def _is_core(process: psutil.Process) -> bool:
-    """Whether this child of the API process is an engine core, and neither dead nor a helper of the front end."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE and CORE_MODULE in command_line(process)
-    except psutil.NoSuchProcess:
-        return False

@@ -42,9 +42,9 @@ def held(server: ModelsServer) -> Iterator[Callable[[], None]]:
 
 def test_a_core_that_is_killed_leaves_the_others_alone(server: ModelsServer) -> None:
     server.load("one", "two")
-    pids = {each.pid for each in server.cores}
+    pids = {each.pid for each in server.cores()}
     server.use("three")
-    (third,) = (each for each in server.cores if each.pid not in pids)
+    (third,) = (each for each in server.cores() if each.pid not in pids)
     streams = [Stream(server, name, LENGTH) for name in ("two", "three")]
     eventually(lambda: all(stream.has_begun() for stream in streams))
     third.kill()
@@ -58,8 +58,8 @@ def test_a_core_that_is_killed_while_it_loads_is_said_and_tried_again(tmp_path: 
     with serving(tmp_path, max_queued_requests=2) as server, ThreadPoolExecutor() as threads, held(server) as release:
         stream = Stream(server, "one", LENGTH)
         killed = threads.submit(complete, server, "two")
-        eventually(lambda: len(server.cores) == 2)
-        server.cores[1].kill()
+        eventually(lambda: len(server.cores()) == 2)
+        server.cores()[1].kill()
         assert error_of(killed.result()) == (
             503,
             "model two cannot be loaded: the engine core was killed by SIGKILL",

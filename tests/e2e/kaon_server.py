@@ -70,13 +70,12 @@ class KaonServer(LoggedProcess):
     @property
     def core(self) -> psutil.Process:
         """The process of the engine core, which runs."""
-        (core,) = self.first_cores
+        (core,) = self.cores()
         return core
 
-    @property
-    def first_cores(self) -> list[psutil.Process]:
-        """The process of the first engine core, if it has begun."""
-        return [child for child in self.process.children() if "kaon-engine-0" in command_line(child)]
+    def cores(self) -> list[psutil.Process]:
+        """The running engine cores: none before the first begins, and for a short time while it is replaced."""
+        return [child for child in self.process.children() if _is_core(child)]
 
     def stop(self) -> int:
         """End it as Ctrl-C does. Returns its exit code."""
@@ -147,6 +146,10 @@ def hold_little(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     # The other side's buffer grows with the size of a segment, which on one machine is 64 KB.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1200)
+
+
+def _is_core(process: psutil.Process) -> bool:
+    return any(each.startswith("kaon-engine-") for each in command_line(process))
 
 
 def eventually(holds: Callable[[], bool]) -> None:

@@ -47,8 +47,8 @@ def test_the_start_line_says_what_is_served_where(server: KaonServer) -> None:
 
 def test_while_the_model_loads_the_server_is_alive_and_not_ready(start_server: StartServer) -> None:
     server = start_server(environment=COLD_START)
-    eventually(lambda: bool(server.first_cores))
-    (core,) = server.first_cores
+    eventually(lambda: bool(server.cores()))
+    (core,) = server.cores()
     core.suspend()
     try:
         eventually(lambda: answers(server, "/livez") == 200)
@@ -125,8 +125,8 @@ def test_what_has_not_ended_in_time_ends_with_an_error_also_beside_clients_that_
 
 def test_a_signal_while_the_model_loads_ends_the_server_cleanly(start_server: StartServer) -> None:
     server = start_server(environment=COLD_START)
-    eventually(lambda: bool(server.first_cores))
-    (core,) = server.first_cores
+    eventually(lambda: bool(server.cores()))
+    (core,) = server.cores()
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
     assert not core.is_running()

@@ -58,12 +58,8 @@ class ModelsServer(KaonServer):
             server_config={"models": str(file), "model_wait_timeout": 250, **settings},
         )
 
-    @property
-    def cores(self) -> list[psutil.Process]:
-        return [each for each in self.process.children() if "stub_core" in command_line(each)]
-
     def cores_of(self, model: str) -> list[psutil.Process]:
-        return [each for each in self.cores if command_line(each)[-1:] == [model]]
+        return [each for each in self.cores() if command_line(each)[-1:] == [model]]
 
     def loaded(self) -> list[str]:
         return [name for name in NAMES if self.metric(f'kaon_model_loaded{{model="{name}"}}')]
@@ -95,7 +91,7 @@ def test_names_are_listed_and_probes_and_scrapes_load_nothing(server: ModelsServ
     assert server.start_line.startswith("Kaon")
     assert "serving one, uno, two, three, broken on" in server.start_line
     assert server.loaded() == ["one"]
-    assert [command_line(core)[-2:] for core in server.cores] == [["kaon-engine-0", "one"]]
+    assert [command_line(core)[-2:] for core in server.cores()] == [["kaon-engine-0", "one"]]
     assert [each["id"] for each in server.get("/v1/models").json()["data"]] == ["one", "uno", *NAMES[1:]]
     for path in ("/readyz", "/health", "/metrics", "/v1/models/two", "/livez", "/openapi.json", "/kaon/limits"):
         assert server.get(path).status_code == 200
@@ -160,7 +156,7 @@ def test_the_least_recently_used_model_makes_room(server: ModelsServer) -> None:
     restarts = server.metric('kaon_core_restarts_total{model="one"}')
     server.use("three")
     assert server.loaded() == ["two", "three"]
-    assert len(server.cores) == 2
+    assert len(server.cores()) == 2
     server.use("two", "uno")
     assert server.loaded() == ["one", "two"]
     assert server.metric('kaon_model_evictions_total{model="one"}') == evictions + 1
