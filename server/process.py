@@ -46,9 +46,10 @@ _SWITCH_SECONDS = 0.0005
 event loop. With Python's default of 5 ms, a thread that parses or renders for one client would delay all streams by
 more than a small model's step."""
 
-_NICENESS = -10
+_NICENESS = -3
 """Niceness of the event loop's thread where the system permits it. The loop needs a part of one core only, but next to
-an engine that computes on all cores, probes and streams mostly wait for that part."""
+an engine that computes on all cores, probes and streams mostly wait for that part. A flood of connections makes the loop
+use a whole core, so with much more priority it would keep the engine from that core."""
 
 _COMMAND_LINE, _ENVIRONMENT = 47, 49
 """Indices, from 0, of fields in /proc/self/stat: the start address of the command line, and of the environment. The
