@@ -683,6 +683,37 @@ def header_fields(port: Port, over: Over) -> None:
     )
 
 
+def gathered(port: Port, over: Over) -> None:
+    """Heads that are expensive to decode, without a key, whose last bytes come on all connections at once."""
+    forms = [
+        (b"/livez", b"Upgrade: x\r\nConnection: upgrade" + b"," * 60_000),
+        (b"/" + b"%41" * 2700, b"X: y"),
+        (b"/v1/files?" + b"%61=&" * 255, b"X: y"),
+        (b"/livez", b"X-Forwarded-For: " + b",".join([b"::1"] * 64)),
+    ]
+    for number in itertools.count():
+        target, header = forms[number % len(forms)]
+        request = b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n"
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+            connections = [
+                opened.enter_context(socket.create_connection(("127.0.0.1", port), 5)) for _ in range(CONNECTIONS // 2)
+            ]
+            for connection in connections:
+                connection.sendall(request[:-1])
+            if over.wait(0.2):
+                return
+            for connection in connections:
+                connection.send(request[-1:])
+            for connection in connections:
+                connection.recv(65536)
+
+
+def parameters(port: Port, over: Over) -> None:
+    """Requests of as many parameters, and of as many bytes of them, as heads may have."""
+    queries = ("a&" * 31_000, "%61=%62&" * 7900, "%61=%62&" * 255)
+    _sent(port, over, lambda number: keyed(number, f"/v1/files?{queries[number % 3]}", b"", method="GET"))
+
+
 def trailers(port: Port, over: Over) -> None:
     """Chunked bodies after whose last chunk a byte of a trailer comes ten times a second."""
     head = keyed(4, "/v1/completions", b"").partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -757,7 +788,7 @@ KEYED_ATTACKS: dict[str, Callable[[Port, Over], None]] = {
         ),
         *(odd_json, background, heavy_keys),
         *(tokenising, grammars, lexers, references, tables, cancels, scrapes, strange_keys, admin_calls, resume_flood),
-        *(resets, half_closed, header_fields, trailers, downloads, stream_readers),
+        *(resets, half_closed, header_fields, gathered, parameters, trailers, downloads, stream_readers),
     )
 }
 """Attacks by clients with keys of their own."""

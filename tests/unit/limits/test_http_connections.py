@@ -25,6 +25,7 @@ from unittest import mock
 import pytest
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from server.anthropic.rendering import PING
@@ -531,6 +532,40 @@ async def test_heads_that_are_too_large_or_have_too_many_headers_are_refused() -
         client = await edge.connect(b"GET /x HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 255 + b"\r\n")
         assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 200")
         assert edge.application.num_requests == 1
+
+
+@run
+async def test_too_many_headers_are_refused_before_the_end_of_the_head() -> None:
+    async with serving() as edge:
+        client = await edge.connect(GET[:-2] + b"a: b\r\n" * 256 + b"a")
+        assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 431 ")
+
+
+@run
+async def test_what_takes_milliseconds_to_decode_in_a_head_is_refused() -> None:
+    """64 KiB of escapes, of parameters or of trusted addresses would each hold up the event loop for 12 to 90 ms."""
+    hops = [b"127.0.0.1"] * 64
+    async with serving() as edge:
+        for target, header, status in (
+            (b"/" + b"a" * (2**13 - 1), b"", b"200"),
+            (b"/" + b"a" * 2**13, b"", b"414"),
+            (b"/?" + b"a&" * 255, b"", b"200"),
+            (b"/?" + b"a&" * 256, b"", b"414"),
+            (b"/", b"X-Forwarded-For: " + b",".join(hops) + b"\r\n", b"200"),
+            (b"/", b"X-Forwarded-For: ::1\r\nX-Forwarded-For: " + b",".join([*hops, b"::1"]) + b"\r\n", b"431"),
+        ):
+            client = await edge.connect(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n")
+            assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 " + status)
+
+
+@run
+async def test_the_tokens_of_the_header_connection_are_not_read_for_an_upgrade() -> None:
+    """Upgrades are ignored, and a header may have 64 KiB of commas."""
+    upgrade = GET[:-2] + b"Upgrade: x\r\nConnection: upgrade" + b"," * 60_000 + b"\r\n\r\n"
+    with mock.patch.object(HttpToolsProtocol, "_get_upgrade", side_effect=AssertionError):
+        async with serving() as edge:
+            client = await edge.connect(upgrade)
+            assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 200")
 
 
 @run
