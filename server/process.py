@@ -48,8 +48,8 @@ more than a small model's step."""
 
 _NICENESS = -3
 """Niceness of the event loop's thread where the system permits it. The loop needs a part of one core only, but next to
-an engine that computes on all cores, probes and streams mostly wait for that part. A flood of connections makes the loop
-use a whole core, so with much more priority it would keep the engine from that core."""
+an engine that computes on all cores, probes and streams mostly wait for that part. A flood of connections makes the
+loop use a whole core, so with much more priority it would keep the engine from that core."""
 
 _COMMAND_LINE, _ENVIRONMENT = 47, 49
 """Indices, from 0, of fields in /proc/self/stat: the start address of the command line, and of the environment. The
