@@ -22,6 +22,7 @@ from server.errors import ApiError, BadRequest
 from server.ignored import ignore
 from server.limits.accounts import Accounts, Resource
 from server.limits.owners import Owner
+from server.responses.tools import flat_name
 from server.schemas.response_objects import (
     CompactionItem,
     CustomCallItem,
@@ -541,6 +542,9 @@ def _call_output(item: InputFunctionCallOutput | InputCustomCallOutput, index: i
         if isinstance(part, UnreadPart):
             ignore(f"input[{index}].output[{number}] ({part.type})")
     output = "".join(map(_output_text, item.output))
+    if item.call_id is None:
+        text = f"The tool {flat_name(item.namespace, item.name or '')} reports:\n{output}"
+        return MessageItem(id=item.id or new_id("msg"), role="user", content=(InputText(text),))
     if isinstance(item, InputFunctionCallOutput):
         return FunctionCallOutputItem(id=item.id or new_id("fco"), call_id=item.call_id, output=output)
     return CustomCallOutputItem(id=item.id or new_id("ctco"), call_id=item.call_id, output=output)

@@ -20,7 +20,8 @@ from server.schemas.body import (
 from server.schemas.generation import TextFormat
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
-_MAX_NAME = 64
+_MAX_NAME = 128
+"""As at Anthropic and in responses. OpenAI's chat completions allow 64, but names of MCP tools are longer."""
 
 
 def _is_function_name(name: str) -> str:
@@ -37,7 +38,7 @@ def _is_object_schema(schema: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 FunctionName: TypeAlias = Annotated[
-    str, AfterValidator(_is_function_name), Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_.-]{1,64}$"})
+    str, AfterValidator(_is_function_name), Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_.-]{1,128}$"})
 ]
 
 

@@ -39,6 +39,7 @@ Hint: TypeAlias = Annotated[dict[str, Any] | None, FewFields, Field(description=
 """An object without effect here, with any content."""
 
 HintList: TypeAlias = Annotated[list[Any] | None, Field(description=NO_CHANGE)]
+HintAny: TypeAlias = Annotated[Any, Field(description=NO_CHANGE)]
 HintText: TypeAlias = Annotated[str | None, Field(description=NO_CHANGE)]
 
 MIN_BUDGET = 1024
@@ -114,7 +115,7 @@ class ImageBlock(_Part):
     type: Literal["image"]
     source: Annotated[dict[str, Any], FewFields]
     cache_control: Hint = None
-    transformations: HintList = None
+    transformations: HintAny = None
 
 
 class DocumentBlock(_Part):
@@ -580,8 +581,8 @@ class MessagesRequest(CountTokensRequest):
     service_tier: HintText = None
     container: Annotated[str | dict[str, Any] | None, Field(description=NO_CHANGE)] = None
     diagnostics: Hint = None
-    fallback_credit_token: HintText = None
-    fallbacks: HintList = None
+    fallback_credit_token: HintAny = None
+    fallbacks: HintAny = None
     inference_geo: HintText = None
 
     thread: Annotated[dict[str, Any] | None, FewFields] = None

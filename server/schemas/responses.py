@@ -125,6 +125,7 @@ class _InputItem(RequestModel):
         dict[str, Any] | None, FewFields, Field(description=NO_CHANGE)
     ] = None
     metadata: Annotated[dict[str, Any] | None, FewFields, Field(description=NO_CHANGE)] = None
+    created_by: Annotated[str | None, Field(description=NO_CHANGE)] = None
 
 
 class InputMessage(_InputItem):
@@ -157,6 +158,7 @@ class InputFunctionCall(_InputCall):
     arguments: str
     """JSON text. Text that is not a JSON object is passed to the chat template unchanged."""
     parsed_arguments: _Parsed = None
+    encrypted_function_args: Annotated[list[str] | None, Field(description=NO_CHANGE)] = None
 
 
 class InputCustomCall(_InputCall):
@@ -170,26 +172,36 @@ class InputCustomCall(_InputCall):
 class _InputCallOutput(_InputItem):
     """The result of a tool's call."""
 
-    call_id: str
-    """That of an earlier call of the same kind."""
     output: _OutputParts
     id: str | None = None
-    name: Annotated[str | None, Field(description=NO_CHANGE)] = None
-    namespace: Annotated[str | None, Field(description=NO_CHANGE)] = None
+    name: str | None = None
+    """Name of the tool; of no effect if there is a `call_id`."""
+    namespace: str | None = None
+    """Namespace of the tool; of no effect if there is a `call_id`."""
     status: _ItemStatus = None
     caller: _Caller = None
 
 
 class InputFunctionCallOutput(_InputCallOutput):
-    """The result of a call."""
+    """The result of a call, or what a tool reports without a call, as Codex passes it on."""
 
     type: Literal["function_call_output"]
+    call_id: str | None = None
+    """That of an earlier call of a function. Without it, the model sees the output as a message of the user."""
+
+    @model_validator(mode="after")
+    def _has_an_origin(self) -> "InputFunctionCallOutput":
+        if self.call_id is None and self.name is None:
+            raise sentence("has no call_id; it needs that of an earlier call, or the name of the tool that reports")
+        return self
 
 
 class InputCustomCallOutput(_InputCallOutput):
     """The result of a custom tool's call."""
 
     type: Literal["custom_tool_call_output"]
+    call_id: str
+    """That of an earlier call of a custom tool."""
 
 
 class InputSummary(RequestModel):
@@ -198,7 +210,7 @@ class InputSummary(RequestModel):
 
 
 class InputReasoningText(RequestModel):
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
@@ -220,7 +232,6 @@ class InputCompaction(_InputItem):
     type: Literal["compaction", "compaction_summary", "context_compaction"]
     encrypted_content: str
     id: str | None = None
-    created_by: Annotated[str | None, Field(description=NO_CHANGE)] = None
 
 
 class InputCompactionTrigger(_InputItem):
@@ -422,7 +433,6 @@ class InputTools(_InputItem):
     call_id: Annotated[str | None, Field(description=NO_CHANGE)] = None
     execution: Annotated[str | None, Field(description=NO_CHANGE)] = None
     status: _ItemStatus = None
-    created_by: Annotated[str | None, Field(description=NO_CHANGE)] = None
 
 
 # -- input ----------------------------------------------------------------------------------------------------------

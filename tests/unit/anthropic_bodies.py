@@ -47,7 +47,7 @@ MESSAGES = st.fixed_dictionaries(
     }
 )
 TOOLS = st.fixed_dictionaries(
-    {"name": st.sampled_from(["f", "g", "a b", "x" * 65]) | VALUES},
+    {"name": st.sampled_from(["f", "g", "a b", "x" * 129]) | VALUES},
     optional={
         "type": st.sampled_from(["custom", "web_search_20250305", "bash_20250124", "robot"]) | VALUES,
         "input_schema": _SCHEMAS | VALUES,

@@ -87,10 +87,15 @@ def test_a_choice_names_tools_that_are_there(choice: Any) -> None:
         use(choice, F)
 
 
-@pytest.mark.parametrize("name", ["", "a b", "x" * 65, "naïve", "a/b", "f\n"])
+@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "naïve", "a/b", "f\n"])
 def test_a_function_name_is_of_few_characters(name: str) -> None:
-    with pytest.raises(ValidationError, match="1 to 64 of the characters"):
+    with pytest.raises(ValidationError, match="1 to 128 of the characters"):
         use("auto", {"type": "function", "function": {"name": name}})
+
+
+def test_a_name_may_be_as_long_as_agents_make_those_of_mcp_tools() -> None:
+    name = "mcp__plugin_" + "x" * 116
+    assert use("auto", {"type": "function", "function": {"name": name}}).tools[0].function.name == name
 
 
 @pytest.mark.parametrize("parameters", [{"type": "string"}, {"type": ["array"]}, {"type": None}])

@@ -100,6 +100,15 @@ def test_the_output_of_an_unknown_call_is_refused() -> None:
         to_messages(items_of(OUTPUT, CALL))
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"), [({}, "watch"), ({"namespace": "mcp__ci"}, "mcp__ci__watch"), ({"call_id": None}, "watch")]
+)
+def test_what_a_tool_reports_without_a_call_is_a_message(fields: dict[str, Any], name: str) -> None:
+    output = {"type": "function_call_output", "name": "watch", "output": "The build failed.", **fields}
+    said = f"The tool {name} reports:\nThe build failed."
+    assert to_messages(items_of(CALL, OUTPUT, output))[-1] == {"role": "user", "content": said}
+
+
 def test_a_reference_is_the_stored_item() -> None:
     (call,) = items_of({**CALL, "id": "fc_1"})
     given = request_of(input=[{"type": "item_reference", "id": "fc_1"}, OUTPUT]).input

@@ -48,7 +48,7 @@ ITEMS = st.fixed_dictionaries(
         "summary": VALUES,
     },
 )
-NAMES = st.sampled_from(["a", "b", "a__b", "x" * 64]) | VALUES
+NAMES = st.sampled_from(["a", "b", "a__b", "x" * 128]) | VALUES
 MEMBERS = st.fixed_dictionaries(
     {"type": st.sampled_from(["function", "custom"]), "name": NAMES},
     optional={

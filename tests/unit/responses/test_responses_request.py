@@ -31,6 +31,7 @@ from tests.unit.responses_support import request_of
         ({"input": [{"type": "telepathy_call"}]}, "input[0] is of type telepathy_call", "input[0]"),
         ({"input": [{"type": 7}]}, "input[0] has a type that is not a string", "input[0]"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id is missing", "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "output": "5"}]}, "input[0] has no call_id", "input[0]"),
         ({"tools": [{"type": "telepathy"}]}, "tools[0] is of type telepathy, which is not known", "tools[0]"),
         (
             {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
@@ -94,7 +95,9 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], said: str, param: str | 
         {"role": "assistant", "content": [{"type": "output_text", "text": "{}", "parsed": {"a": 1}}]},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_1", "status": "completed"},
-        {"type": "function_call_output", "call_id": "c", "output": "5"},
+        {"type": "function_call_output", "call_id": "c", "output": "5", "created_by": "u"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "encrypted_function_args": ["a"]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "hm"}]},
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "5"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}], "content": None},

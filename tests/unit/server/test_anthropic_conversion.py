@@ -161,7 +161,8 @@ def test_documents_and_search_results_of_text_are_shown(block: dict[str, Any], w
 
 
 def test_an_image_in_a_result_is_replaced_by_a_note() -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+    source = {"type": "base64", "media_type": "image/png", "data": "aaaa"}
+    image = {"type": "image", "source": source, "transformations": {"oversized_image": "downsize"}}
     messages = [user("Go."), assistant(CALL), user(result([text("a"), image]))]
     assert shown(*messages)[-1] == ("tool", f"a\n{NO_IMAGE}")
     assert ignored_of(*messages) == ["messages[2].content[0].content[1] (image)"]
@@ -409,7 +410,9 @@ def test_hints_of_agents_are_accepted_whatever_they_hold() -> None:
         "thinking": {"type": "adaptive", "display": "updates", "block_binding": {"on_failure": "drop"}},
     }
     assert ignored_of(**hints) == []
+    assert ignored_of(fallback_credit_token={"token": "t", "mode": "best_effort"}) == []
     assert ignored_of(container="c", fallbacks=[{}]) == ["container", "fallbacks"]
+    assert ignored_of(fallbacks="default") == ["fallbacks"]
 
 
 @pytest.mark.parametrize(
