@@ -131,6 +131,7 @@ class Accounts:
             label = owner.label if owner.label in self._dropped or len(self._dropped) < _MAX_LABELS else OTHER_LABEL
             self._dropped.setdefault(label, dict.fromkeys(TALLIES, 0))
             tally = self._tallies[owner.party] = Tally(owner, label)
+        tally.owner = owner  # The key file may have changed its weight or name.
         return tally
 
     def tallies(self) -> Iterable[Tally]:

@@ -48,6 +48,14 @@ def test_owners_that_come_and_go_neither_fill_the_memory_nor_lower_a_counter(mon
     assert accounts.tally(busy) is kept
 
 
+def test_a_changed_key_file_applies_to_an_owner_that_is_known() -> None:
+    """Requests kept the share of the engine that the key had when the server saw it first."""
+    accounts, owner = Accounts(), Owner("a" * 64, "a" * 64, 1.0, "alice", is_listed=True)
+    accounts.tally(owner).requests += 1
+    changed = accounts.tally(owner._replace(weight=0.1, key_name="bob"))
+    assert (changed.owner.weight, changed.owner.name, changed.requests) == (0.1, "bob", 1)
+
+
 def test_labels_are_bounded_however_often_keys_are_replaced() -> None:
     accounts = Accounts()
     for number in range(300):
