@@ -19,7 +19,7 @@ from engine.config.server import ServerConfig
 from server.errors import InvalidApiKey
 from server.limits.key_file import KeyFile
 from server.limits.owners import AcceptedKey, Owner, digest_of
-from server.limits.tokens import TokenVerifier
+from server.limits.tokens import SUBJECT_PREFIX, TokenVerifier
 
 _log = logging.getLogger(__name__)
 
@@ -89,14 +89,15 @@ class ApiKeys:
         return self._given.get(digest) or self._filed.get(digest)
 
     def holder(self, digest: str) -> Owner | None:
-        """Return the owner of the key with this digest; None if the key was revoked or has expired.
+        """Return the owner with this `Owner.key`, the digest of a key; None if the key was revoked or has expired.
 
         For background work, which continues without its client. An identity provider's subject is accepted unchecked:
         its token is not stored.
         """
         accepted = self._accepted(digest)
         if accepted is None:
-            return Owner.of_key(digest) if self._tokens is not None or not self else None
+            is_subject = self._tokens is not None and digest.startswith(SUBJECT_PREFIX)
+            return Owner.of_key(digest) if is_subject or not self else None
         return None if accepted.has_expired else accepted.owner
 
     def known_owner(self, headers: Iterable[tuple[bytes, bytes]]) -> Owner | None:

@@ -29,7 +29,7 @@ from server.app import create_app
 from server.errors import InvalidApiKey, NotReady
 from server.limits import tokens
 from server.limits.keys import ApiKeys
-from server.limits.owners import Owner
+from server.limits.owners import Owner, digest_of
 from server.limits.tokens import KeySource, TokenVerifier
 
 ISSUER, AUDIENCE = "https://login.example", "kaon"
@@ -190,6 +190,25 @@ async def test_keys_and_tokens_are_accepted_side_by_side(verifier: TokenVerifier
     assert found.name == "alice"
     assert await keys.authenticate(b"sk-two") is None
     assert bool(ApiKeys(tokens=verifier))
+
+
+async def test_a_revoked_key_is_not_taken_for_a_subject(verifier: TokenVerifier, tmp_path: Path) -> None:
+    """Its batches went on, without its quotas, wherever tokens were accepted too."""
+    file = tmp_path / "keys"
+    file.write_text("sk-one\nsk-two\n")
+    keys = ApiKeys(file=file, tokens=verifier)
+    one, subject = keys.owner(b"sk-one"), await keys.authenticate(token())
+    assert one is not None
+    assert subject is not None
+    assert (one.key, subject.key) == (digest_of("sk-one"), subject.party)
+    assert keys.holder(digest_of("sk-one")) == one
+    file.write_text("sk-two\n")
+    keys.reload()
+    assert keys.holder(digest_of("sk-one")) is None
+    held = keys.holder(subject.party)
+    assert held is not None
+    assert (held.party, held.key) == (subject.party, subject.key)
+    assert ApiKeys(file=file).holder(subject.party) is None
 
 
 @pytest.mark.parametrize(
