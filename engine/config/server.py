@@ -110,8 +110,8 @@ class ServerConfig(Section):
     never."""
 
     batch_concurrency: Annotated[int, Field(ge=1)] | None = None
-    """Most lines of batches that are computed at a time, an eighth of it while other requests run; default: half of
-    `max_num_seqs`, at most 32."""
+    """Most lines of batches that are computed at a time, an eighth of it while other requests run; in addition, as
+    many that are their owners' only ones; default: half of `max_num_seqs`, at most 32."""
 
     max_queued_requests: Annotated[int, Field(ge=1)] | None = None
     """Most sequences that may wait for their first token; further requests are answered 429; default:

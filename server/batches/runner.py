@@ -13,6 +13,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -260,35 +261,42 @@ class BatchRunner:
     async def _begin_line(self, batch: Batch, line: Line) -> bytes:
         """Wait until the line may run, and return the body of its request. One line begins in each round of the event
         loop, and fewer lines run while live requests do. The next line is one of the owner with the fewest running
-        lines, however many batches other owners have.
+        lines, however many batches other owners have, and an owner without any does not wait for theirs to end.
 
         A line costs the loop a third of a millisecond, and dozens begin when a batch does, or are tried again. It is
         read only now: the lines of all batches that wait would fill the memory.
         """
-        owner, endpoint = Owner(batch.party), batch.object.endpoint
-        async with self._begins.hold(batch.party):
-            await asyncio.sleep(0)
-            while True:
-                num_running = self._running.total()
-                is_busy = self._num_live() > num_running
-                if num_running < max(1, self._max_lines // (_BUSY_SHARE if is_busy else 1)):
-                    try:
-                        # A long line takes milliseconds to decode, at each attempt.
-                        body = await self._jobs.lines.run(
-                            owner, lambda: request_body(self.store.content(batch, line), endpoint)
-                        )
+        owner, endpoint, party = Owner(batch.party), batch.object.endpoint, batch.party
+        while True:
+            async with self._begins.hold(party):
+                await asyncio.sleep(0)
+                while True:
+                    if self._may_begin(party):
+                        try:
+                            # A long line takes milliseconds to decode, at each attempt.
+                            body = await self._jobs.lines.run(
+                                owner, lambda: request_body(self.store.content(batch, line), endpoint)
+                            )
+                        except OSError as error:
+                            if error.errno not in _NO_DESCRIPTOR:
+                                raise
+                        else:
+                            self._running[party] += 1
+                            return body
+                    self._line_ended.clear()
+                    with suppress(TimeoutError):  # Live requests may have ended, or files been closed.
+                        async with asyncio.timeout(_RECHECK_SECONDS):
+                            await self._line_ended.wait()
+                    if self._begins.has_lighter_waiting(party):
                         break
-                    except OSError as error:
-                        if error.errno not in _NO_DESCRIPTOR:
-                            raise
-                self._line_ended.clear()
-                try:
-                    async with asyncio.timeout(_RECHECK_SECONDS):
-                        await self._line_ended.wait()
-                except TimeoutError:
-                    continue  # Live requests may have ended, or files been closed.
-            self._running[batch.party] += 1
-            return body
+
+    def _may_begin(self, party: str) -> bool:
+        """Whether a line may run in addition to those that do. As many lines again may run as the first ones of their
+        owners: a line may run for hours."""
+        num_running = self._running.total()
+        is_busy = self._num_live() > num_running
+        most = max(1, self._max_lines // (_BUSY_SHARE if is_busy else 1))
+        return num_running < most + (0 if self._running[party] else self._max_lines)
 
     def _end_line(self, batch: Batch) -> None:
         self._running[batch.party] -= 1
@@ -314,30 +322,39 @@ class BatchRunner:
         async def read(seconds: float) -> bytes:
             return body.pop() if body else await self._begin_line_later(batch, line, seconds)
 
-        holder = self._holder(batch.owner) if batch.owner else Owner(batch.party)
-        if holder is None:
-            error = InvalidApiKey("the API key that made the batch has been revoked or has expired")
-            response = {"status_code": error.status, "request_id": new_request_id(), "body": msgspec.Raw(error.body())}
-            output, succeeded = output_line(line.custom_id, response), False
-        else:
+        def find_owner() -> Owner | None:
+            holder = self._holder(batch.owner) if batch.owner else Owner(batch.party)
+            if holder is None or "inference" not in holder.scopes:
+                return None
             # A separate party: the owner's live requests do not wait for its batches, and quotas are counted
             # separately.
-            owner = holder._replace(party=f"{batch.party} (batches)", weight=_WEIGHT * holder.weight)
-            output, succeeded = await self.compute(batch.object.endpoint, line.custom_id, read, owner)
+            return holder._replace(party=f"{batch.party} (batches)", weight=_WEIGHT * holder.weight)
+
+        output, succeeded = await self.compute(batch.object.endpoint, line.custom_id, read, find_owner)
         await self._write(batch, self.store.record, batch.object.id, line.number, output, succeeded=succeeded)
 
     async def compute(
-        self, endpoint: str, custom_id: str, read: Callable[[float], Awaitable[bytes]], owner: Owner
+        self,
+        endpoint: str,
+        custom_id: str,
+        read: Callable[[float], Awaitable[bytes]],
+        find_owner: Callable[[], Owner | None],
     ) -> tuple[bytes, bool]:
         """Compute an input line. Returns the output line, and whether the line succeeded.
 
-        `read(seconds)` returns the body of its request after that time. It is called for each attempt: the first
-        begins at once, and further ones follow while the server is too busy or not ready.
+        `read(seconds)` returns the body of its request after that time, and `find_owner` the owner, or None if its key
+        is no longer accepted. They are called for each attempt: the first begins at once, and further ones follow
+        while the server is too busy or not ready.
         """
         request_id = new_request_id()
         wait, failures = 0.0, 0
         while True:
-            answer = await self._request(endpoint, await read(wait), owner, request_id)
+            body = await read(wait)
+            if (owner := find_owner()) is None:
+                error = InvalidApiKey("the API key that made the batch was revoked, has expired or lost its scope")
+                answer = _Answer(error.status, {}, error.body())
+                break
+            answer = await self._request(endpoint, body, owner, request_id)
             if answer.status not in _TRY_AGAIN:
                 failures += answer.status >= 500
                 if answer.status < 500 or failures == _ATTEMPTS or b"x-should-retry" in answer.headers:

@@ -180,7 +180,7 @@ async def _compute_lines(
                 await asyncio.sleep(seconds)
                 return body
 
-            output, succeeded = await runner.compute(endpoint, line.custom_id, read, ANYONE)
+            output, succeeded = await runner.compute(endpoint, line.custom_id, read, lambda: ANYONE)
             written.write(output + b"\n")
             written.flush()
             failed += not succeeded

@@ -220,6 +220,11 @@ class FairLock:
         finally:
             self._release()
 
+    def has_lighter_waiting(self, party: str) -> bool:
+        """Whether a party with less load than this one waits for the lock."""
+        load = self._load(party)
+        return any(self._load(each) < load for each in self._waiting)
+
     def _release(self) -> None:
         self._is_held = False
         while self._waiting and not self._is_held:

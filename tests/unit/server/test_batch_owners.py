@@ -19,7 +19,9 @@ ALICE = Owner("a" * 64, "a" * 64, 2.0, "alice", group="team", quotas=Quotas(5))
 class Record:
     """A store that records each line's result, behind an application that records its owner."""
 
-    def __init__(self) -> None:
+    def __init__(self, *statuses: int) -> None:
+        """`statuses` are those of the answers to the line's attempts."""
+        self.statuses = [*statuses, 200]
         self.owners: list[Owner] = []
         self.lines: list[tuple[dict[str, Any], bool]] = []
 
@@ -28,12 +30,17 @@ class Record:
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.owners.append(scope["state"]["owner"])
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": self.statuses.pop(0), "headers": []})
         await send({"type": "http.response.body", "body": b'{"ok": true}'})
 
-    async def run(self, holder: Owner | None) -> None:
+    def content(self, batch: Any, line: Line) -> bytes:
+        return b'{"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {"model": "m"}}'
+
+    async def run(self, *holders: Owner | None) -> None:
+        """Run a line. `holders` are the owners that its key has at each attempt."""
+        each = iter(holders)
         runner = BatchRunner(
-            cast(BatchStore, self), self.answer, lambda: 0, 4, Jobs(Accounts()), lambda digest: holder
+            cast(BatchStore, self), self.answer, lambda: 0, 4, Jobs(Accounts()), lambda digest: next(each)
         )
         batch = SimpleNamespace(
             object=SimpleNamespace(id="batch_1", endpoint="/v1/completions"), owner=ALICE.key, party=ALICE.party
@@ -63,3 +70,22 @@ async def test_a_line_of_a_revoked_key_is_a_401_and_runs_nothing() -> None:
     assert output["custom_id"] == "one"
     assert output["response"]["status_code"] == 401
     assert "revoked" in output["response"]["body"]["error"]["message"]
+
+
+async def test_a_line_that_waits_for_its_quota_is_a_401_once_its_key_is_revoked() -> None:
+    """As many lines as may run at a time went on for as long as the quota made them wait."""
+    record = Record(429)
+    await record.run(ALICE, None)
+    assert len(record.owners) == 1
+    [(output, succeeded)] = record.lines
+    assert (output["response"]["status_code"], succeeded) == (401, False)
+
+
+async def test_a_line_runs_with_what_its_key_is_now() -> None:
+    record = Record(429)
+    await record.run(ALICE, ALICE._replace(quotas=Quotas(7)))
+    assert [owner.quotas for owner in record.owners] == [Quotas(5), Quotas(7)]
+    record = Record()
+    await record.run(ALICE._replace(scopes=frozenset({"metrics"})))
+    assert record.owners == []
+    assert record.lines[0][0]["response"]["status_code"] == 401

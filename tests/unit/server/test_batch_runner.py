@@ -438,6 +438,38 @@ async def test_a_key_with_many_batches_leaves_lines_to_others(tmp_path: Path) ->
     await runner.close()
 
 
+@pytest.mark.parametrize("num_live", [0, 1000])
+async def test_lines_that_never_end_keep_no_other_owners_batch_from_running(tmp_path: Path, num_live: int) -> None:
+    """Another key's batch did not begin before one of the long lines had ended."""
+    store, app, heavy_began = BatchStore(tmp_path, 10**6), App(), asyncio.Event()
+    app.held = asyncio.Event()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["state"]["owner"].party == "me (batches)":
+            heavy_began.set()
+            await app(scope, receive, send)
+            return
+        for status in ("http.response.start", "http.response.body"):
+            await send({"type": status, "status": 200, "headers": [], "body": b"{}"})
+
+    runner = BatchRunner(store, answer, lambda: num_live, 4, Jobs(Accounts()))
+    heavy = [add(store, [f"{number} {line}" for line in range(8)]) for number in range(3)]
+    for batch in heavy:
+        runner.run(batch)
+    await heavy_began.wait()
+    while runner._running.total() < (1 if num_live else 4):
+        await asyncio.sleep(0.005)
+    light = add(store, list("abcd"), "you")
+    runner.run(light)
+    async with asyncio.timeout(20):
+        await until_ended(store, light)
+    assert runner._running.total() == (1 if num_live else 4)  # Those of one owner are as many as before.
+    app.held.set()
+    for batch in heavy:
+        await until_ended(store, batch)
+    await runner.close()
+
+
 async def test_an_owners_batches_together_try_as_many_lines_again_as_one(tmp_path: Path) -> None:
     """A hundred batches beyond a quota tried 3200 lines again every eight seconds."""
     store, app = BatchStore(tmp_path, 10**6), App()
