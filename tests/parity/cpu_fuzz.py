@@ -1,6 +1,6 @@
 """Random shapes through the CPU operators of a library: `python -m tests.parity.cpu_fuzz LIBRARY ROUNDS [ISA ...]`.
 
-Without instruction sets, each round chooses one that the processor has.
+Without instruction sets, each round chooses one that the processor has, and processes exchange experts' inputs too.
 
 test_cpu_sanitized.py runs it over a build that ends at the first access out of bounds.
 """
@@ -28,7 +28,8 @@ from models.ops.cpu import selection as selection_ops
 from models.ops.cpu.packed_weight import CodedWeight, PackedWeight, QuantizedWeight, padded
 from models.ops.types import CLAMPED_SILU, SILU, AttentionOptions
 from models.ops.weight_formats import Codes, nibbles
-from tests.parity.test_cpu_codes import KINDS, assert_same_products, random_codes
+from tests.parity.exchange_fuzz import exchange_in_processes
+from tests.parity.random_codes import KINDS, assert_same_products, random_codes
 from tests.parity.test_cpu_delta import STEPS, Spans, layer, random_inputs, read
 from tests.parity.test_cpu_latents import attend, unit_latents
 from tests.parity.test_cpu_latents import reference as latent_reference
@@ -360,3 +361,5 @@ if __name__ == "__main__":
     named: list[tuple[int, ...]] = [(library.INSTRUCTION_SETS.index(name),) for name in sys.argv[3:]]
     for paths in named or [given.available]:
         fuzz(int(sys.argv[2]), paths)
+    if not named and not exchange_in_processes(int(sys.argv[2])):
+        sys.exit(1)

@@ -1,14 +1,9 @@
-"""Replicas as processes that divide experts, against one that has all: `python -m tests.parity.exchange_fuzz ROUNDS
-[LIBRARY]`.
-
-test_expert_parallel.py runs it, and test_cpu_sanitized.py over a build that ends at the first access out of bounds.
-"""
+"""Replicas as processes that divide experts, against one that has all: test_expert_parallel.py, and cpu_fuzz.py."""
 
 import os
 import random
 import signal
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +12,9 @@ from models.errors import ReplicaLeft
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime
-from models.ops.cpu import runtime as library
 from models.ops.cpu.collectives import SharedMemoryExchange
 from models.ops.cpu.packed_weight import PackedWeight
+from tests.parity.clones import clone
 from tests.parity.test_cpu_operators import bf16
 
 REPLICAS, MOST_TOKENS, EXPERTS, SIZE = 3, 40, 12, 64
@@ -87,29 +82,27 @@ def be_replica(replica: int, descriptor: int, rounds: int) -> None:
         exchange.leave()
 
 
-def main() -> int:
-    rounds = int(sys.argv[1])
-    if sys.argv[2:]:
-        built = library.Library(Path(sys.argv[2]))
-        library.load_library = lambda: built  # type: ignore[assignment]
+def exchange_in_processes(rounds: int) -> bool:
+    """Let replicas, each a clone of this process, compute that many rounds; return whether all of them succeeded."""
     descriptor = os.memfd_create("fuzz")
-    children = set()
-    for replica in range(REPLICAS):
-        child = os.fork()
-        if not child:
-            be_replica(replica, descriptor, rounds)
-            os._exit(0)
-        children.add(child)
-    while children:
-        child, status = os.wait()
-        children.discard(child)
-        if status:
-            # The others would wait for it.
-            for each in children:
-                os.kill(each, signal.SIGKILL)
-            return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    children: set[int] = set()
+    group = 0
+    try:
+        for replica in range(REPLICAS):
+            child = clone(partial(be_replica, replica, descriptor, rounds))
+            # In a group of their own, so that waiting for them leaves this process' other children alone.
+            group = group or child
+            os.setpgid(child, group)
+            children.add(child)
+        while children:
+            child, status = os.waitpid(-group, 0)
+            children.discard(child)
+            if status:
+                return False
+        return True
+    finally:
+        os.close(descriptor)
+        # The others would wait for one that failed.
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.parity.checkpoints import Family, edit_json, make_checkpoint
+from tests.parity.random_codes import E2M1
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """For each nibble, the column among eight that it stores."""
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 Tensors = dict[str, torch.Tensor]
 Quantize = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -413,15 +413,11 @@ def _fp8_by_powers(
     weight: torch.Tensor, block: tuple[int, int], name: str, dtype: torch.dtype
 ) -> tuple[Tensors, torch.Tensor]:
     rows, columns = (-(-size // each) for size, each in zip(weight.shape, block, strict=True))
-    exponents, stored = torch.empty(rows, columns, dtype=torch.uint8), torch.empty_like(weight)
-    meant = torch.empty_like(weight)
-    for row in range(rows):
-        for column in range(columns):
-            at = tuple(
-                slice(index * size, (index + 1) * size) for index, size in zip((row, column), block, strict=True)
-            )
-            power = torch.ceil(torch.log2(weight[at].abs().max() / 448))
-            exponents[row, column] = int(power) + 127
-            stored[at] = (weight[at] / 2**power).to(torch.float8_e4m3fn).float()
-            meant[at] = stored[at] * 2**power
-    return {"weight": stored.to(torch.float8_e4m3fn), name: exponents.view(dtype)}, meant
+    padded = torch.zeros(rows * block[0], columns * block[1])
+    padded[: weight.shape[0], : weight.shape[1]] = weight.abs()
+    largest = padded.view(rows, block[0], columns, block[1]).amax((1, 3))
+    powers = torch.ceil(torch.log2(largest / 448))
+    of_each = 2 ** powers.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    of_each = of_each[: weight.shape[0], : weight.shape[1]]
+    stored = (weight / of_each).to(torch.float8_e4m3fn)
+    return {"weight": stored, name: (powers + 127).to(torch.uint8).view(dtype)}, stored.float() * of_each

@@ -39,10 +39,13 @@ def test_random_bits_are_those_of_the_reference():
 def along(what: str, count: int) -> np.ndarray:
     """Random numbers of neighbouring tokens, positions, seeds, or requests without seeds. # [count], in [0, 1)"""
     index = np.arange(count)
-    seeds = {
-        "seeds": [request_key(seed) for seed in range(count)],
-        "requests": [server_key(7, request) for request in range(count)],
-    }.get(what, [request_key(5)] * count)
+    match what:
+        case "seeds":
+            seeds = [request_key(seed) for seed in range(count)]
+        case "requests":
+            seeds = [server_key(7, request) for request in range(count)]
+        case _:
+            seeds = [request_key(5)] * count
     keys = row_keys(np.array(seeds, dtype=np.uint64), index if what == "positions" else np.full(count, 9))
     tokens = index if what == "tokens" else np.full(count, 77)
     high, low = random_words(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(tokens))

@@ -4,7 +4,6 @@ import itertools
 import math
 import shutil
 import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -26,6 +25,7 @@ from models.ops.cpu.program import record
 from models.ops.cpu.sampling import GreedyHead
 from models.ops.torch_ops import moved
 from models.ops.types import CLAMPED_SILU, CLIPPED_SILU, GELU_TANH, SILU, AttentionOptions, HeadNorms, NormWeight
+from tests.parity.clones import assert_in_clone
 from tests.sweeps import sweep
 
 LIBRARY = library.load_library()
@@ -313,41 +313,27 @@ class TestThreads:
 
     def test_a_forked_process_computes_too(self) -> None:
         """It uses only the caller's thread."""
-        script = """
-import os, signal, torch
-from models.ops.cpu import attention as attention_ops
-from models.ops.cpu import dense as ops
-from models.ops.cpu import runtime
+        x, weight = bf16(9, 32), bf16(32, seed=1)
+        runtime.start(2)
+        expected = ops.rms_norm(x, weight, 1e-5)
 
-def norm():
-    return ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
+        def compute() -> None:
+            assert torch.equal(ops.rms_norm(x, weight, 1e-5), expected)
+            runtime.start(2)
+            assert torch.equal(ops.rms_norm(x, weight, 1e-5), expected)
 
-runtime.start(2)
-expected = norm()
-child = os.fork()
-if child == 0:
-    signal.alarm(300)  # Ends a process that waits for threads that it has not.
-    assert torch.equal(norm(), expected)
-    runtime.start(2)
-    assert torch.equal(norm(), expected)
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-assert torch.equal(norm(), expected)
-"""
-        subprocess.run([sys.executable, "-c", script], check=True, timeout=500)
+        assert_in_clone(compute)
+        assert torch.equal(ops.rms_norm(x, weight, 1e-5), expected)
 
     def test_a_number_of_threads_that_cannot_be_is_the_nearest_that_can(self) -> None:
-        script = """
-import torch
-from models.ops.cpu import dense as ops
-from models.ops.cpu import runtime
-
-for threads in (-1, 0, 2000):
-    runtime.start(threads)
-    ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
-    runtime.stop()
-"""
-        subprocess.run([sys.executable, "-c", script], check=True, timeout=500)
+        x, weight, found = bf16(9, 32), bf16(32, seed=1), []
+        for threads, nearest in ((-1, 1), (0, 1), (2000, 1024)):
+            started = runtime.start(threads)
+            assert started is not None
+            assert started.threads == nearest
+            found.append(ops.rms_norm(x, weight, 1e-5))
+        runtime.start(1)
+        assert all(torch.equal(each, found[0]) for each in found)
 
 
 @pytest.mark.usefixtures("operators")

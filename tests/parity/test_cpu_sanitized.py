@@ -67,10 +67,10 @@ def compile_with(
     return found
 
 
-def fuzz(runtime: Path, module: str, *arguments: object, timeout: int) -> None:
-    """Run a fuzzer of this folder with the address sanitizer's library, and require that it ends well."""
+def fuzz(runtime: Path, *arguments: object, timeout: int) -> None:
+    """Run cpu_fuzz.py with the address sanitizer's library, and require that it ends well."""
     environment = {**os.environ, "LD_PRELOAD": str(runtime), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", f"tests.parity.{module}", *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.parity.cpu_fuzz", *map(str, arguments)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
 
@@ -82,8 +82,7 @@ def test_no_operator_leaves_its_memory(rounds: int, tmp_path: Path) -> None:
     arguments = (CHECKS, "-fno-sanitize-recover=all", "-shared", "-fPIC")
     built = tmp_path / "operators.so"
     runtime = compile_with("libasan.so", built, *arguments, first=HERE / "cpu_tiles.h")
-    fuzz(runtime, "cpu_fuzz", built, rounds, timeout=1700)
-    fuzz(runtime, "exchange_fuzz", rounds, built, timeout=1700)
+    fuzz(runtime, built, rounds, timeout=1700)
 
 
 @pytest.mark.slow
@@ -101,7 +100,7 @@ def test_paths_that_this_processor_lacks_compute_what_their_references_do(tmp_pa
     # GCC 12 misjudges the size of an array that a condition chooses from two.
     arguments = (CHECKS, "-fno-sanitize=object-size", "-O1", "-fno-sanitize-recover=all", "-shared", "-fPIC")
     runtime = compile_with("libasan.so", built, *arguments, sources=sources, first=HERE / "cpu_wide.h")
-    fuzz(runtime, "cpu_fuzz", built, 5, *PATHS_IN_SOFTWARE, timeout=3500)
+    fuzz(runtime, built, 5, *PATHS_IN_SOFTWARE, timeout=3500)
 
 
 @pytest.mark.timeout(1800)

@@ -1,6 +1,8 @@
 """An engine's threads and memory on a real machine. Each test runs in a process of its own, which it changes for
 good."""
 
+import ctypes
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.runner.build import bind_memory, node_memory
-
-
-def run(script: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", script], check=True, timeout=500, stdout=subprocess.PIPE, text=True
-    ).stdout
+from tests.parity.clones import assert_in_clone
 
 
 def test_pinned_threads_stay_on_their_cpus_and_others_off_them() -> None:
@@ -51,24 +48,22 @@ else:
     assert os.sched_getaffinity(threading.get_native_id()) == {allowed[1]}
 stop.set()
 """
-    if run(script).strip() == "skip":
+    command = [sys.executable, "-c", script]
+    if subprocess.run(command, check=True, timeout=500, stdout=subprocess.PIPE, text=True).stdout.strip() == "skip":
         pytest.skip("one CPU")
 
 
 def test_memory_is_bound_where_the_system_lets_it_and_the_node_has_room() -> None:
-    script = """
-import ctypes
-from engine.runner.build import bind_memory
-assert not bind_memory(0, 1 << 60)
-bound = bind_memory(0, 1)
-mode = ctypes.c_int(-1)
-number = {"x86_64": 239, "aarch64": 236}.get(__import__("platform").machine())
-if number is not None and ctypes.CDLL(None).syscall(number, ctypes.byref(mode), None, 0, None, 0) == 0:
-    assert (mode.value == 2) == bound
-bytearray(1 << 24)
-print(bound)
-"""
-    assert run(script).strip() in ("True", "False")
+    def bind() -> None:
+        assert not bind_memory(0, 1 << 60)
+        bound = bind_memory(0, 1)
+        mode = ctypes.c_int(-1)
+        number = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
+        if number is not None and ctypes.CDLL(None).syscall(number, ctypes.byref(mode), None, 0, None, 0) == 0:
+            assert (mode.value == 2) == bound
+        bytearray(1 << 24)
+
+    assert_in_clone(bind)
 
 
 def test_a_nodes_room_is_what_is_free_or_holds_files(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 import fcntl
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -33,6 +31,7 @@ from models.ops.cpu.program import Program
 from models.ops.cpu.runtime import load_library
 from models.parallel.tensor_parallel import Exchange, ExpertParallel, TensorParallel, TokenExchange
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.exchange_fuzz import exchange_in_processes
 from tests.parity.paged_model import CPU
 from tests.parity.recorded_graph import RecordedGraph
 from tests.parity.runners import load as load_for_runner
@@ -288,16 +287,7 @@ class TestByOperators:
 def test_processes_exchange_any_number_of_tokens_until_one_leaves() -> None:
     """With the operators, compared with a replica that has all experts: the same bits. Waiting replicas are notified
     of one that leaves."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.parity.exchange_fuzz", "25"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    assert exchange_in_processes(25)
 
 
 @needs_operators

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.parity.checkpoints import edit_json
+from tests.parity.paged_model import PagedModel
 from tests.parity.quantized_checkpoints import Pair, Tensors, write_pair
 
 ROOT = Path(__file__).parents[2]
@@ -68,15 +69,21 @@ class Toy(CPUAttentionBackend):
         Path(os.environ["TOY_SEEN"]).touch()
         return super().forward(q, k, v, cache, metadata, inputs)
 """
+PROMPT, NUM_TOKENS = [5, 6, 7, 8], 8
 SERVE = """
-import json, sys
+import json, os, sys
 from engine.client.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 
-params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-with LLMEngine(model=sys.argv[1], dtype=sys.argv[2], num_kvcache_blocks=32) as engine:
-    (answer,) = engine.generate([[5, 6, 7, 8]], params, use_tqdm=False)
-print(json.dumps(answer["token_ids"]))
+path, prompt, count = json.loads(sys.argv[1])
+params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+answers = {}
+for dtype in ("float32", "bfloat16"):
+    os.environ["TOY_SEEN"] = os.path.join(os.environ["TOY_FOLDER"], dtype)
+    with LLMEngine(model=path, dtype=dtype, num_kvcache_blocks=32) as engine:
+        (answer,) = engine.generate([prompt], params, use_tqdm=False)
+    answers[dtype] = answer["token_ids"]
+print(json.dumps(answers))
 """
 
 
@@ -110,32 +117,19 @@ def pair(tmp_path: Path) -> Pair:
     return pair
 
 
-def serve(path: Path, *, site: Path | None, seen: Path, dtype: str = "float32") -> list[int]:
-    """The tokens of a server process's answer; `site`: where further packages are installed."""
-    search = os.pathsep.join(map(str, filter(None, (ROOT, site))))
+def test_a_package_that_is_only_installed_serves_its_own_model(installed: Path, pair: Pair, tmp_path: Path) -> None:
+    """Its attention backend computes also in bfloat16, where steps are recorded with Kaon's own."""
+    seen = tmp_path / "seen"
+    seen.mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", SERVE, str(path), dtype],
-        env={**os.environ, "PYTHONPATH": search, "TOY_SEEN": str(seen)},
+        [sys.executable, "-c", SERVE, json.dumps([str(pair.quantised), PROMPT, NUM_TOKENS])],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, installed))), "TOY_FOLDER": str(seen)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    tokens: list[int] = json.loads(done.stdout.splitlines()[-1])
-    return tokens
-
-
-def test_a_package_that_is_only_installed_serves_its_own_model(installed: Path, pair: Pair, tmp_path: Path) -> None:
-    seen = tmp_path / "seen"
-    expected = serve(pair.dense, site=None, seen=seen)
-    assert not seen.exists()
-    assert serve(pair.quantised, site=installed, seen=seen) == expected
-    assert seen.exists()
-
-
-def test_a_foreign_attention_backend_works_where_steps_are_else_recorded(
-    installed: Path, pair: Pair, tmp_path: Path
-) -> None:
-    tokens = serve(pair.quantised, site=installed, seen=tmp_path / "seen", dtype="bfloat16")
-    assert len(tokens) == 8
-    assert (tmp_path / "seen").exists()
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert answers["float32"] == PagedModel(pair.dense).greedy(PROMPT, NUM_TOKENS)
+    assert len(answers["bfloat16"]) == NUM_TOKENS
+    assert {file.name for file in seen.iterdir()} == {"float32", "bfloat16"}
