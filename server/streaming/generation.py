@@ -55,7 +55,11 @@ _MAX_REPEATED_LOGPROBS = 2**20
 
 _MAX_UNREAD_BYTES = 2**29
 """Unread bytes of all streams, beyond which a stream that grows is ended if its owner holds an equal part of them.
-They add up: a stream that is paused or complete holds no slot of the engine, so that another one runs."""
+They add up: a stream that is paused or complete holds no slot of the engine, so that another one runs. The prompts of
+paused streams count too."""
+
+_PROMPT_TOKEN_BYTES = 36
+"""Bytes of a token of a prompt: an entry of a list, and an integer."""
 
 _MANY_LOGPROBS = 4096
 """More log probabilities are rendered in a thread, so that other streams continue meanwhile."""
@@ -102,6 +106,9 @@ class Generation:
             )
         firsts = [sequence.request for sequence in sequences[:: self._num_choices]]
         params = firsts[0].sampling_params
+        self._prompt_bytes = _PROMPT_TOKEN_BYTES * sum(len(each.prompt_token_ids) for each in firsts)
+        self._held_prompt_bytes = 0
+        """Bytes of the prompts that are counted as unread, while the stream is paused."""
         self._prompt_logprob_bytes = 0
         if (alternatives := params.prompt_logprobs) is not None:
             num_tokens = sum(len(each.prompt_token_ids) for each in firsts)
@@ -383,6 +390,7 @@ class Generation:
         self._hub.metrics.slow_reader(action)
         if action == "pause":
             self._hub.pause(self._states)
+            self._hold_prompts(self._prompt_bytes)
             if self._held is not None:
                 self._hub.logprobs.read(self._held, False)
         elif self._hub.cancel(self._states):
@@ -392,8 +400,14 @@ class Generation:
                 held = f"about {_MAX_UNREAD_BYTES} bytes for all readers, and this key or address has its part of them"
             stream.fail(SlowReader(f"the stream was read too slowly: this server holds {held}"))
 
+    def _hold_prompts(self, num_bytes: int) -> None:
+        """Count `num_bytes` of prompts as unread: the queue no longer counts them, and cached ones cost nothing."""
+        added, self._held_prompt_bytes = num_bytes - self._held_prompt_bytes, num_bytes
+        self._hub.admission.accounts.change(self._owner.party, "stream_bytes", added)
+
     def _on_drained(self) -> None:
         """Resume the sequences because the client has read everything."""
+        self._hold_prompts(0)
         if self._held is not None:
             self._hub.logprobs.read(self._held, True)
             if self._held.is_suspended:
@@ -407,6 +421,7 @@ class Generation:
         id, self._id = self._id, None
         if self._stream is not None:
             self._stream.close()
+            self._hold_prompts(0)
             self._release_logprobs()
             self._stream = None  # It refers to this object: the two would wait for a garbage collection.
         if self._deadline is not None:

@@ -524,6 +524,38 @@ async def test_beyond_what_all_streams_may_hold_those_of_the_owner_that_holds_mo
     assert not accounts.total("stream_bytes")
 
 
+async def test_prompts_of_paused_streams_count_to_that_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 131,072 tokens has 4.7 MB, and is computed once for all streams that send it."""
+    monkeypatch.setattr(generation, "_MAX_UNREAD_BYTES", 60_000)
+    monkeypatch.setattr(generation, "_PROMPT_TOKEN_BYTES", 5000)
+    front = FrontEnd(stream_buffer_bytes=1024)
+    accounts, owner = front.admission.accounts, Owner.of_address("10.0.0.7")
+    streams = []
+    for _ in range(20):
+        streams.append(front.generation(time.monotonic(), owner=owner))
+        events = streams[-1].events(renderer())
+        lag(front)
+    paused = len(front.core.paused)
+    assert 2 <= paused <= 4
+    assert 15_000 * paused < accounts.total("stream_bytes") < 60_000 + 15_000 + 20 * 8 * 400
+    for each in streams[:-1]:
+        each.end()
+    assert accounts.total("stream_bytes") < 15_000
+    streams[-1].end()
+    assert not accounts.total("stream_bytes")
+
+    events = front.generation(time.monotonic(), owner=owner).events(renderer())
+    lag(front)
+    while front.core.paused:  # It goes on once all events have been taken.
+        taken = later(events)
+        await settle()
+    assert not accounts.total("stream_bytes")
+    front.core.step(last=True)
+    assert await taken
+    assert not [event async for event in events]
+    assert not any(accounts.of_owner(owner.party).values())
+
+
 async def test_streams_that_are_not_full_add_up_to_that_bound_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A complete stream keeps what its client has not read, too, and never becomes full."""
     monkeypatch.setattr(generation, "_MAX_UNREAD_BYTES", 20_000)
