@@ -30,7 +30,7 @@ from server.schemas.batches import (
     FileList,
     FileObject,
 )
-from server.schemas.body import as_json
+from server.streaming.sse import as_json
 
 endpoints = ENDPOINTS.register("batches")(EndpointFamily())
 

@@ -8,8 +8,8 @@ from fastapi.responses import HTMLResponse
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.models import Models
 from server.openapi import Description
-from server.schemas.body import as_json
 from server.schemas.models import Welcome
+from server.streaming.sse import as_json
 
 endpoints = ENDPOINTS.register("docs")(EndpointFamily())
 

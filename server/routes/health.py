@@ -6,8 +6,8 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.models import Models
-from server.schemas.body import as_json
 from server.schemas.models import Version
+from server.streaming.sse import as_json
 
 endpoints = ENDPOINTS.register("health")(EndpointFamily())
 

@@ -28,7 +28,7 @@ from server.schemas.batches import (
     MessageBatchList,
     MessageBatchRequest,
 )
-from server.schemas.body import as_json
+from server.streaming.sse import as_json
 
 endpoints = ENDPOINTS.register("message_batches")(EndpointFamily(AnthropicError))
 

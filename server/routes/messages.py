@@ -12,10 +12,9 @@ from server.errors import AnthropicError, BadRequest
 from server.frontend import owner_of
 from server.models import Models
 from server.request_builder import accept, chat_sequences, drop_input, reading
-from server.schemas.body import as_json
 from server.schemas.messages import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from server.streaming.generation import Generation
-from server.streaming.sse import while_connected
+from server.streaming.sse import as_json, while_connected
 
 endpoints = ENDPOINTS.register("messages")(EndpointFamily(AnthropicError))
 

@@ -9,7 +9,6 @@ from server.error_answers import speaks_anthropic
 from server.errors import BadRequest
 from server.frontend import Frontend
 from server.models import Models
-from server.schemas.body import as_json
 from server.schemas.models import (
     CatalogModel,
     Model,
@@ -19,6 +18,7 @@ from server.schemas.models import (
     ReasoningLevel,
     TruncationPolicy,
 )
+from server.streaming.sse import as_json
 
 endpoints = ENDPOINTS.register("models")(EndpointFamily())
 

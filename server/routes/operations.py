@@ -11,7 +11,6 @@ from server.errors import BadRequest
 from server.frontend import Frontend, owner_of
 from server.models import Models
 from server.request_builder import read_request
-from server.schemas.body import as_json
 from server.schemas.operations import (
     LoadAdapterRequest,
     OwnerLimits,
@@ -24,6 +23,7 @@ from server.schemas.operations import (
     UpdateWeightsRequest,
     WeightsUpdated,
 )
+from server.streaming.sse import as_json
 
 endpoints = ENDPOINTS.register("operations")(EndpointFamily())
 

@@ -17,11 +17,10 @@ from server.responses.rendering import CompactionRenderer, ResponsesRenderer, fa
 from server.responses.service import ResponsesService
 from server.responses.store import EventLog, StoredResponse, Turn, stored_items
 from server.responses.tools import ToolTable
-from server.schemas.body import as_json
 from server.schemas.response_objects import CompactedResponse, DeletedResponse, InputTokens, ItemList, ResponseObject
 from server.schemas.responses import CompactRequest, InputReference, InputTokensRequest, ResponsesRequest
 from server.streaming.generation import Generation
-from server.streaming.sse import EventStream, json_response, while_connected
+from server.streaming.sse import EventStream, as_json, json_response, while_connected
 
 endpoints = ENDPOINTS.register("responses")(EndpointFamily())
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
 import msgspec
-from fastapi import Response
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -430,8 +429,3 @@ def _shown(value: Any) -> str:
         return "a list" if value else "an empty list"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
-
-
-def as_json(answer: msgspec.Struct) -> Response:
-    """Return a response 200 with `answer` as the body."""
-    return Response(msgspec.json.encode(answer), media_type=JSON)

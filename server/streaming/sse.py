@@ -162,6 +162,11 @@ class _Pings:
             sending.close()
 
 
+def as_json(answer: msgspec.Struct) -> Response:
+    """Return a response 200 with `answer` as the body."""
+    return json_response(encode(answer))
+
+
 def json_response(*parts: bytes) -> Response:
     """Return a response 200 whose body is JSON, the concatenation of `parts`. It is sent in pieces if it is large."""
     if sum(map(len, parts)) > PIECE_BYTES:

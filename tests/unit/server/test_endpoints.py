@@ -23,12 +23,13 @@ from server.limits.jobs import MANY_OBJECTS
 from server.limits.owners import Owner
 from server.models import Models
 from server.request_builder import accept, read_request, reading
-from server.schemas.body import RequestModel, as_json, parse_object
+from server.schemas.body import RequestModel, parse_object
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.completions import CompletionRequest
 from server.schemas.messages import MessagesRequest
 from server.schemas.models import Version
 from server.schemas.responses import ResponsesRequest
+from server.streaming.sse import as_json
 
 
 class EchoRequest(RequestModel):

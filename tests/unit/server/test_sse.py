@@ -15,16 +15,18 @@ from server.anthropic.rendering import PING
 from server.limits.owners import Owner
 from server.routes.chat import ChatChunkWriter
 from server.routes.completions import CompletionChunkWriter
+from server.schemas.batches import DeletedFile
 from server.schemas.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from server.schemas.completions import Completion as CompletionAnswer
 from server.schemas.completions import CompletionChoice, CompletionLogprobs
 from server.schemas.generation import AnswerHead, PromptTokenLogprob, PromptTokensDetails, StreamOptions, Usage
 from server.streaming import sse
-from server.streaming.sse import DONE, EventStream, error_event, json_response
+from server.streaming.sse import DONE, EventStream, as_json, error_event, json_response
 
 TEXTS = ["Hi", "", '"\\/\b\f\n\r\t\x00\x1f', "漢字 😀 é", "\u2028\u2029", "data: x\n\ndata: y", "</script>"]
 HEAD = AnswerHead("x-1", 5, 'a"b', "kaon")
 USAGE = Usage(1, 2, 3, PromptTokensDetails(0))
+_DELETED = DeletedFile("file-" + "0" * 40)
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
@@ -135,13 +137,13 @@ async def test_a_stream_that_waits_sends_its_ping_until_it_goes_on(monkeypatch: 
     assert set(pings) == {b'event: ping\ndata: {"type": "ping"}\n\n'}
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("form", ["stream", "parts", "struct"])
 async def test_a_large_answer_is_sent_in_pieces_between_which_others_are_served(
-    is_stream: bool, monkeypatch: pytest.MonkeyPatch
+    form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sse, "_PING_SECONDS", 0)
     monkeypatch.setattr(sse, "PIECE_BYTES", 10)
-    content = b"data: " + bytes(range(48, 90)) * 3 + b"\n\n"
+    content = sse.encode(_DELETED) if form == "struct" else b"data: " + bytes(range(48, 90)) * 3 + b"\n\n"
     bodies: list[bytes] = []
     steps_of_others = 0
 
@@ -162,7 +164,8 @@ async def test_a_large_answer_is_sent_in_pieces_between_which_others_are_served(
         return {"type": "http.disconnect"}
 
     other = asyncio.create_task(others())
-    response = EventStream(large(), ping=PING) if is_stream else json_response(content[:7], content[7:])
+    whole = as_json(_DELETED) if form == "struct" else json_response(content[:7], content[7:])
+    response = EventStream(large(), ping=PING) if form == "stream" else whole
     held: list[tuple[int, str]] = []
     state = {"owner": Owner("heavy"), "hold_answer": lambda *of: held.append(of)}
     await response({"type": "http", "method": "POST", "state": state}, receive, send)
