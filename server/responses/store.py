@@ -9,6 +9,7 @@ background response for the clients that read them.
 
 import asyncio
 import json
+import re
 import uuid
 from array import array
 from bisect import bisect_right
@@ -585,7 +586,7 @@ def _hosted_items(item: InputHostedItem) -> list[Item]:
     if item.type.endswith("_call_output"):
         return [_hosted_output(call_id, fields.get("output"))]
     if item.type == "agent_message":
-        text = _plain_text(fields.get("content"))
+        text = _agent_text(fields.get("content"))
         return [MessageItem(id=item.id or new_id("msg"), role="user", content=(InputText(text),))] if text else []
     if item.type not in _ARGUMENTS:
         return []
@@ -605,6 +606,28 @@ def _hosted_items(item: InputHostedItem) -> list[Item]:
 def _hosted_output(call_id: str, output: Any) -> FunctionCallOutputItem:
     text = output if isinstance(output, str) else _plain_text(output) or json.dumps(output, ensure_ascii=False)
     return FunctionCallOutputItem(id=new_id("fco"), call_id=call_id, output=text)
+
+
+_CIPHERTEXT = re.compile(r"gAAAA[\w-]{40,}={0,2}", re.ASCII)
+"""Matches a text that OpenAI's servers encrypted."""
+
+
+def _agent_text(parts: Any) -> str:
+    """Return the text of a message from one agent to another.
+
+    Codex makes parts of type `encrypted_content` from arguments that it declares to be encrypted. This server encrypts
+    no arguments, so they are as the model wrote them. Those that OpenAI's servers encrypted are ignored.
+    """
+    texts: list[Any] = []
+    for part in parts if isinstance(parts, list) else ():
+        sealed = part.get("encrypted_content") if isinstance(part, dict) else None
+        if not isinstance(sealed, str):
+            texts.append(part)
+        elif _CIPHERTEXT.fullmatch(sealed):
+            ignore("agent_message (encrypted_content of another server)")
+        else:
+            texts.append({"text": sealed})
+    return _plain_text(texts)
 
 
 def _plain_text(parts: Any) -> str:

@@ -109,6 +109,16 @@ def test_what_a_tool_reports_without_a_call_is_a_message(fields: dict[str, Any],
     assert to_messages(items_of(CALL, OUTPUT, output))[-1] == {"role": "user", "content": said}
 
 
+def test_a_task_for_an_agent_is_shown_though_codex_takes_it_for_encrypted() -> None:
+    task = {"type": "encrypted_content", "encrypted_content": "Count the files."}
+    message = {"type": "agent_message", "author": "/root", "recipient": "/root/count"}
+    opening = {"type": "input_text", "text": "Payload:\n"}
+    (shown,) = to_messages(items_of({**message, "content": [opening, task]}))
+    assert shown == {"role": "user", "content": "Payload:\nCount the files."}
+    (shown,) = to_messages(items_of({**message, "content": [opening, {**task, "encrypted_content": "gAAAAABq" * 20}]}))
+    assert shown == {"role": "user", "content": "Payload:\n"}
+
+
 def test_a_reference_is_the_stored_item() -> None:
     (call,) = items_of({**CALL, "id": "fc_1"})
     given = request_of(input=[{"type": "item_reference", "id": "fc_1"}, OUTPUT]).input
