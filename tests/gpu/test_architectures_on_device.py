@@ -8,7 +8,7 @@ import torch
 from tests.gpu.places import ANYWHERE, ON_GPU, Place
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, Row, assert_same_distribution, prompt
-from tests.parity.test_architectures import errors_by_token
+from tests.parity.test_architectures import errors_by_token, log_probabilities
 from tests.parity.variants import Variant, all_variants
 
 VARIANTS = all_variants()
@@ -63,7 +63,7 @@ def test_a_plain_model_does_so_in_the_interpreter_too(place: Place, tmp_path: Pa
 @ON_GPU
 def test_bfloat16_errs_no_more_than_transformers_own(variant: Variant, place: Place, tmp_path: Path) -> None:
     path = made(variant, tmp_path)
-    exact = Reference(path, device=place.device)
+    exact = log_probabilities(Reference(path, device=place.device))
     theirs = errors_by_token(exact, Reference(path, dtype=torch.bfloat16, device=place.device))
     model = PagedModel(path, dtype=torch.bfloat16, backend=place.backend(), device=place.device)
     ours = errors_by_token(exact, model)

@@ -123,10 +123,15 @@ class PagedModel:
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """Logits of a whole prompt in one step. # [len(tokens), V]"""
-        row = Row(tokens)
-        logits = self.step([(row, len(tokens))])[0]
-        self.release(row)
-        return logits
+        return self.logits_together([tokens])
+
+    def logits_together(self, prompts: list[list[int]]) -> torch.Tensor:
+        """Logits of up to `NUM_SLOTS` whole prompts in one step. # [their tokens, V]"""
+        rows = [Row(tokens, slot=slot) for slot, tokens in enumerate(prompts)]
+        logits = self.step([(row, len(row.tokens)) for row in rows])
+        for row in rows:
+            self.release(row)
+        return torch.cat(logits)
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """The greedy continuation of `count` tokens: one prefill, then decodes."""
@@ -182,6 +187,11 @@ class Reference:
         """# [len(tokens), V]"""
         with torch.inference_mode():
             return self.model(torch.tensor([tokens], device=self.device)).logits[0].cpu()
+
+    def logits_together(self, prompts: list[list[int]]) -> torch.Tensor:
+        """Of prompts of one length. # [their tokens, V]"""
+        with torch.inference_mode():
+            return self.model(torch.tensor(prompts, device=self.device)).logits.flatten(0, 1).cpu()
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """The greedy continuation, including EOS. Each token is of a whole pass.

@@ -19,7 +19,7 @@ from models.ops.cpu.program import operators_of
 from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, prompt
-from tests.parity.test_architectures import errors_by_token, generate
+from tests.parity.test_architectures import errors_by_token, generate, log_probabilities
 from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.variants import DERIVED, KINDS, PARTLY_TORCH, Variant, all_variants, first_of_each
 from tests.sweeps import some
@@ -172,7 +172,7 @@ def test_errs_no_more_than_transformers_own(variant: Variant, checkpoint: Path, 
         checkpoints.append(
             make_checkpoint(directory, variant.family, seed=seed, dtype=torch.bfloat16, **_fields(variant))
         )
-    exact = [Reference(each) for each in checkpoints]
+    exact = [log_probabilities(Reference(each)) for each in checkpoints]
     theirs = [
         errors_by_token(one, Reference(each, torch.bfloat16)) for one, each in zip(exact, checkpoints, strict=True)
     ]
@@ -251,7 +251,7 @@ def test_sizes_that_are_no_multiples_are_computed_by_operators(
     first = next(each for each in all_variants() if each.architecture == architecture)
     checkpoint = make_checkpoint(tmp_path, first.family, dtype=torch.bfloat16, **(_fields(first) | sizes))
     assert_independent(checkpoint)
-    exact, rounded = Reference(checkpoint), Reference(checkpoint, torch.bfloat16)
+    exact, rounded = log_probabilities(Reference(checkpoint)), Reference(checkpoint, torch.bfloat16)
     if hasattr(rounded.model.config, "num_experts_per_tok"):
         rounded.model.set_experts_implementation("eager")  # torch's grouped products refuse such sizes.
     theirs = errors_by_token(exact, rounded)
