@@ -19,6 +19,7 @@ from engine.text.structured.spec import GrammarSpec, lark_of
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.delayed_device import DelayedDevice, read
 from tests.parity.test_worker_model_runner import VOCAB_SIZE, checkpoint, prompts, runner_for
+from tests.sweeps import sweep
 
 __all__ = ["checkpoint", "prompts"]
 
@@ -70,17 +71,15 @@ def sequences(prompts: list[list[int]], matchers: Matchers | None = None, **fiel
     return seqs
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"scheduling_policy": "mixed", "max_num_batched_tokens": 40},
-        {"max_num_batched_tokens": 24, "num_kvcache_blocks": 16},
-        {"enable_prefix_caching": False, "max_num_seqs": 3},
-    ],
-    ids=["plain", "mixed", "preempted", "few_slots"],
+@sweep(
+    fields={
+        "plain": {},
+        "mixed": {"scheduling_policy": "mixed", "max_num_batched_tokens": 40},
+        "preempted": {"max_num_batched_tokens": 24, "num_kvcache_blocks": 16},
+        "few slots": {"enable_prefix_caching": False, "max_num_seqs": 3},
+    },
+    structured={"free": False, "by grammars": True},
 )
-@pytest.mark.parametrize("structured", [False, True])
 def test_one_step_ahead_gives_what_waiting_gives(
     checkpoint: Path, prompts: list[list[int]], matchers: Matchers, fields: dict[str, Any], structured: bool
 ) -> None:

@@ -3,28 +3,25 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.rank_threads import RankThreads
 from tests.parity.test_deferred_output import EOS, matchers, sequences
 from tests.parity.test_worker_model_runner import checkpoint, prompts
+from tests.sweeps import sweep
 
 __all__ = ["checkpoint", "matchers", "prompts"]
 
 FIELDS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 64, "num_kvcache_blocks": 200, "eos_token_id": EOS}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"scheduling_policy": "mixed", "max_num_batched_tokens": 40},
-        {"max_num_batched_tokens": 24, "num_kvcache_blocks": 16},
-        {"speculative_config": {"num_speculative_tokens": 3}},
-    ],
-    ids=["mixed", "preempted", "drafts"],
+@sweep(
+    fields={
+        "mixed": {"scheduling_policy": "mixed", "max_num_batched_tokens": 40},
+        "preempted": {"max_num_batched_tokens": 24, "num_kvcache_blocks": 16},
+        "drafts": {"speculative_config": {"num_speculative_tokens": 3}},
+    },
+    structured={"free": False, "by grammars": True},
 )
-@pytest.mark.parametrize("structured", [False, True])
 def test_one_step_ahead_on_two_ranks_gives_what_waiting_gives(
     checkpoint: Path, prompts: list[list[int]], matchers: Any, fields: dict[str, Any], structured: bool
 ) -> None:

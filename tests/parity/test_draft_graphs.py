@@ -34,6 +34,7 @@ from tests.parity.test_speculative_decoding import sequences
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
 from tests.parity.variants import deepseek, qwen3_next
+from tests.sweeps import some
 
 __all__ = ["checkpoint", "triton_kernels"]
 
@@ -154,8 +155,11 @@ def assert_replayed(steps: Counting) -> None:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *((name, CapturedTorchBackend) for name in CASES if name != "MTP, latents"),
-        *((name, CapturingBackend) for name in ("EAGLE", "MTP, recurrent states")),
+        # EAGLE's head and this backend are each in another case.
+        pytest.param("EAGLE", CapturedTorchBackend, marks=pytest.mark.slow),
+        *((name, CapturedTorchBackend) for name in CASES if name not in ("EAGLE", "MTP, latents")),
+        ("EAGLE", CapturingBackend),
+        pytest.param("MTP, recurrent states", CapturingBackend, marks=pytest.mark.slow),
     ],
 )
 def test_a_drafters_passes_are_graphs_that_make_the_eager_ones_drafts(
@@ -197,7 +201,7 @@ def test_drafts_that_depend_on_the_draft_before_are_read_one_by_one(
     assert max(reads for *_, reads in steps.replays) == K
 
 
-@pytest.mark.parametrize("version", ["NaN", "outside of the vocabulary", "no token", "sometimes NaN"])
+@pytest.mark.parametrize("version", some(FAULTS, "sometimes NaN", "outside of the vocabulary"))
 def test_a_broken_drafter_of_which_the_device_takes_each_token_costs_no_answer(
     version: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +220,7 @@ def test_a_broken_drafter_of_which_the_device_takes_each_token_costs_no_answer(
     assert steps.made == eager.made
 
 
-@pytest.mark.parametrize("hidden_layers", [(), (-1,)])
+@pytest.mark.parametrize("hidden_layers", some([(), (-1,)], (-1,)))
 def test_first_passes_of_all_lengths_are_replayed(
     checkpoint: Path, hidden_layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, lengths: list[int]
 ) -> None:

@@ -14,6 +14,7 @@ from models.loading import loader
 from tests.parity.ahead import answers, by_core, waiting
 from tests.parity.test_deferred_output import sequences
 from tests.parity.test_worker_model_runner import checkpoint, prompts, runner_for
+from tests.sweeps import sweep
 
 __all__ = ["checkpoint", "prompts"]
 
@@ -56,8 +57,7 @@ def test_a_model_that_does_not_fit_is_refused(checkpoint: Path, monkeypatch: pyt
         runner_for(checkpoint)
 
 
-@pytest.mark.parametrize("mode", ["off", "on"])
-@pytest.mark.parametrize("room", [30, 7])
+@sweep(mode=["on", "off"], room=[7, 30])
 def test_all_requests_are_answered_when_memory_runs_out_while_serving(
     checkpoint: Path, prompts: list[list[int]], mode: str, room: int
 ) -> None:

@@ -259,7 +259,7 @@ def test_replays_are_eager_steps(variant: Variant | None, tmp_path: Path) -> Non
 
 PIECES = 12
 """Number of tokens of a captured step with prompts."""
-QUICK = ("qwen3", "Lfm2ForCausalLM")
+QUICK = ("Lfm2ForCausalLM",)
 """Attention, and a short convolution next to it."""
 
 

@@ -50,6 +50,7 @@ from tests.parity.variants import (
     qwen3_5,
     qwen3_next,
 )
+from tests.sweeps import sweep
 
 __all__ = ["checkpoint", "triton_kernels"]
 
@@ -186,8 +187,7 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(path, RECURRENT.family, **{**RECURRENT.overrides, "vocab_size": 160})
 
 
-@pytest.mark.parametrize("keeps_states", [False, True])
-@pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
+@sweep(policy=["prefill_first", "mixed"], keeps_states=[False, True])
 def test_drafts_beside_chunks_of_prompts_and_in_few_blocks(
     checkpoint: Path, recurrent: Path, policy: str, keeps_states: bool, oracle: Install
 ) -> None:
@@ -327,7 +327,7 @@ def told_lengths(runner: ModelRunner) -> list[tuple[int, list[int]]]:
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(None, id="qwen3"),
+        pytest.param(None, id="qwen3", marks=pytest.mark.slow),  # Its attention is one of Qwen3-Next's two layers.
         pytest.param(deepseek.VARIANTS[1], id="deepseek_v2", marks=pytest.mark.slow),
         pytest.param(TWO_LAYERS, id="qwen3_next"),
     ],
