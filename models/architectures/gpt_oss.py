@@ -12,7 +12,15 @@ from models.architectures.llama import LlamaAttention, LlamaForCausalLM
 from models.architectures.registry import ConfigFacts, architecture
 from models.layers.linear import logits
 from models.layers.moe import GATE, UP, FusedMoE, is_stacked
-from models.layers.parameter import SourceNames, WeightPart, empty_parameter, fill_rows, load_whole, require_shape
+from models.layers.parameter import (
+    SourceNames,
+    WeightPart,
+    empty_parameter,
+    fill_rows,
+    load_whole,
+    require_shape,
+    rows_loader,
+)
 from models.layers.routing import experts_per_token
 from models.ops import triton
 from models.ops.activation import clamped_swiglu
@@ -30,12 +38,8 @@ class GptOssAttention(LlamaAttention):
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
-        self.total_heads, self.first_head = config.num_attention_heads, parallel.rank * self.num_heads
-        self.sinks = empty_parameter(self.num_heads, weight_loader=self._load_sinks)
-
-    def _load_sinks(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart) -> None:
-        require_shape(loaded, (self.total_heads,))
-        parameter.data.copy_(loaded[self.first_head : self.first_head + self.num_heads])
+        load_sinks = rows_loader(parallel.rank * self.num_heads, config.num_attention_heads)
+        self.sinks = empty_parameter(self.num_heads, weight_loader=load_sinks)
 
 
 class GptOssRouter(nn.Module):

@@ -23,6 +23,7 @@ from models.layers.parameter import (
     load_whole,
     packed_of,
     require_shape,
+    rows_loader,
 )
 from models.layers.rotary import RotaryEmbedding
 from models.ops import triton
@@ -338,7 +339,6 @@ class CompressedAttention(nn.Module):
         """`layer_name` is the key of the keys' cache. Without a compressor the layer attends to its window only."""
         super().__init__()
         self.num_heads, self.head_dim, self.window = parallel.share(num_heads, "num_attention_heads"), head_dim, window
-        self.total_heads, self.first_head = num_heads, parallel.rank * self.num_heads
         self.eps, self.scale = eps, head_dim**-0.5
         self.cache_spec = VectorCacheSpec(layer_name, head_dim)
         self.q_a_proj = ColumnParallelLinear(hidden_size, q_lora_rank)
@@ -346,7 +346,8 @@ class CompressedAttention(nn.Module):
         self.q_b_proj = ColumnParallelLinear(q_lora_rank, num_heads * head_dim, parallel=parallel)
         self.kv_proj = ColumnParallelLinear(hidden_size, head_dim)
         self.kv_norm = RMSNorm(head_dim, eps)
-        self.sinks = empty_parameter(self.num_heads, weight_loader=self._load_sinks, dtype=torch.float32)
+        load_sinks = rows_loader(parallel.rank * self.num_heads, num_heads)
+        self.sinks = empty_parameter(self.num_heads, weight_loader=load_sinks, dtype=torch.float32)
         self.o_a_proj = GroupedLinear(num_heads * head_dim // output_groups, output_rank, output_groups, parallel)
         self.o_b_proj = RowParallelLinear(output_groups * output_rank, hidden_size, parallel=parallel)
         self.compressor = compressor
@@ -521,10 +522,6 @@ class CompressedAttention(nn.Module):
             sinks=self.sinks,
             index=index,
         )
-
-    def _load_sinks(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
-        require_shape(loaded, (self.total_heads,))
-        parameter.data.copy_(loaded[self.first_head : self.first_head + self.num_heads])
 
 
 def _rows(context: ForwardContext) -> StepRows:

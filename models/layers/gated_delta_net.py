@@ -13,7 +13,7 @@ from models.attention.gpu import TritonMetaData
 from models.layers.base import StateCacheSpec
 from models.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from models.layers.lora import OutputPart, Span
-from models.layers.parameter import WeightLoader, WeightPart, empty_parameter, load_whole, require_shape
+from models.layers.parameter import WeightLoader, WeightPart, empty_parameter, load_whole, require_shape, rows_loader
 from models.layers.recurrent import plan_of, row_spans, single_tokens
 from models.ops import triton
 from models.ops.activation import ACTIVATIONS, torch_activation
@@ -88,8 +88,9 @@ class GatedDeltaNet(nn.Module):
         self._parts = [num_key_heads * key_dim, num_key_heads * key_dim, wide]
         self.conv1d = _Convolution(sum(self._local_parts), kernel_size, ACTIVATIONS[activation], self._load_conv)
         num_local = self.num_key_heads * self.group
-        self.dt_bias = empty_parameter(num_local, weight_loader=self._load_heads)
-        self.A_log = empty_parameter(num_local, weight_loader=self._load_heads)
+        load_heads = rows_loader(parallel.rank * num_local, num_value_heads)
+        self.dt_bias = empty_parameter(num_local, weight_loader=load_heads)
+        self.A_log = empty_parameter(num_local, weight_loader=load_heads)
         self.layer_name = layer_name
         self.cache_spec = StateCacheSpec(
             layer_name,
@@ -234,10 +235,6 @@ class GatedDeltaNet(nn.Module):
         require_shape(loaded, (sum(self._parts), *parameter.shape[1:]))
         mine = (part.chunk(self.parallel.size)[self.parallel.rank] for part in torch.split(loaded, self._parts))
         parameter.data.copy_(torch.cat(list(mine)))
-
-    def _load_heads(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart) -> None:
-        require_shape(loaded, (len(parameter) * self.parallel.size,))
-        parameter.data.copy_(loaded.chunk(self.parallel.size)[self.parallel.rank])
 
 
 def _grouped(

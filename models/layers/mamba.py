@@ -14,7 +14,7 @@ from models.layers.base import StateCacheSpec
 from models.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from models.layers.mamba2 import gated_norm, sections_of
 from models.layers.norm import RMSNorm, UnitRMSNorm
-from models.layers.parameter import WeightPart, empty_parameter, require_shape
+from models.layers.parameter import WeightPart, empty_parameter, require_shape, rows_loader
 from models.layers.recurrent import ShortConvolution, plan_of, row_spans, single_tokens
 from models.ops import triton
 from models.ops.cpu import recurrent as ops
@@ -66,13 +66,14 @@ class MambaMixer(nn.Module):
         self.out_proj = RowParallelLinear(whole, shape.hidden_size, bias=shape.bias, parallel=parallel)
         # These are float32: they are small, and a rounded decay acts on the state at every later token.
         name = layer_name.rpartition(".")[2]
+        load_channels = rows_loader(first, whole)
         self.dt_bias = empty_parameter(
             local,
-            weight_loader=self._load_channels,
+            weight_loader=load_channels,
             dtype=torch.float32,
             sources=({f"{name}.dt_proj.bias": None},),
         )
-        self.D = empty_parameter(local, weight_loader=self._load_channels, dtype=torch.float32)
+        self.D = empty_parameter(local, weight_loader=load_channels, dtype=torch.float32)
         self.A_log = empty_parameter(size, local, weight_loader=self._load_decays, dtype=torch.float32)
         if shape.norms != "none":
             norm = RMSNorm if shape.norms == "weighted" else UnitRMSNorm
@@ -148,10 +149,6 @@ class MambaMixer(nn.Module):
         yield ShortConvCase(channels, taps, has_bias, dtype, is_gated=False, has_silu=has_silu, row=2 * channels)
         yield SelectiveScanCase(channels, self.shape.state_size, dtype)
         yield GatedNormCase(channels, 1, "alone", 0.0, dtype, row=2 * channels, first=channels)
-
-    def _load_channels(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
-        require_shape(loaded, (self.shape.channels,))
-        parameter.data.copy_(loaded[self.rows])
 
     def _load_decays(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
         require_shape(loaded, (self.shape.channels, self.shape.state_size))

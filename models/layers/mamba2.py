@@ -13,7 +13,7 @@ from models.attention.gpu import TritonMetaData
 from models.layers.base import StateCacheSpec
 from models.layers.linear import PackedLinear, RowParallelLinear
 from models.layers.lora import OutputPart, Span
-from models.layers.parameter import WeightPart, empty_parameter, require_shape
+from models.layers.parameter import empty_parameter, rows_loader
 from models.layers.recurrent import ShortConvolution, plan_of, row_spans, single_tokens
 from models.ops import triton
 from models.ops.cpu import recurrent as ops
@@ -105,8 +105,9 @@ class Mamba2Mixer(nn.Module):
             activation=options.activation,
         )
         # These are float32: they are small, and a rounded decay acts on the state at every later token.
+        load_heads = rows_loader(first_head, heads)
         self.dt_bias, self.A_log, self.D = (
-            empty_parameter(self.num_heads, weight_loader=self._load_heads, dtype=torch.float32) for _ in range(3)
+            empty_parameter(self.num_heads, weight_loader=load_heads, dtype=torch.float32) for _ in range(3)
         )
         self.norm = (
             GroupNorm(self.inner, heads * dim, groups, options.eps, options.gate, parallel)
@@ -177,10 +178,6 @@ class Mamba2Mixer(nn.Module):
         counts = (self.inner, self.inner, self.keys, self.keys, self.num_heads)
         pairs = zip(self.options.multipliers, counts, strict=True)
         return torch.cat([torch.full((count,), value, dtype=torch.float32) for value, count in pairs])
-
-    def _load_heads(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
-        require_shape(loaded, (len(parameter) * self.parallel.size,))
-        parameter.data.copy_(loaded.chunk(self.parallel.size)[self.parallel.rank])
 
 
 class StateSpaceWeights(NamedTuple):
@@ -258,7 +255,7 @@ class GroupNorm(nn.Module):
         super().__init__()
         self.whole, self.eps, self.gate, self.parallel = whole, eps, gate, parallel
         self.num_groups = num_groups
-        self.weight = empty_parameter(local, weight_loader=self._load)
+        self.weight = empty_parameter(local, weight_loader=rows_loader(parallel.rank * local, whole))
 
     @property
     def is_split(self) -> bool:
@@ -279,10 +276,6 @@ class GroupNorm(nn.Module):
         mean = self.parallel.all_reduce(sums)[:, own : own + 1] / (self.whole // self.num_groups)
         normed = exact * torch.rsqrt(mean + self.eps) * self.weight
         return (normed if self.gate == "before the norm" else normed * open_gate).to(x.dtype)
-
-    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
-        require_shape(loaded, (self.whole,))
-        parameter.data.copy_(loaded.chunk(self.parallel.size)[self.parallel.rank])
 
 
 def gated_norm(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models.layers.lora import OutputPart
-from models.layers.parameter import SourceNames, WeightPart, empty_parameter, load_whole, require_shape
+from models.layers.parameter import SourceNames, WeightPart, empty_parameter, load_whole, require_shape, rows_loader
 from models.ops import aiter, triton
 from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
@@ -182,9 +182,9 @@ class HeadsRMSNorm(RMSNorm):
     ) -> None:
         """`first`, `local` and `whole`: this rank's first head, its number of heads, and that of all ranks."""
         super().__init__(local * head_dim, eps)
-        self.rows, self.whole, self.parallel = slice(first * head_dim, (first + local) * head_dim), whole, parallel
-        self.num_features = whole * head_dim
-        self.weight = empty_parameter(local * head_dim, weight_loader=self._load)
+        self.parallel = parallel
+        loader = rows_loader(first * head_dim, whole * head_dim)
+        self.weight = empty_parameter(local * head_dim, weight_loader=loader)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [tokens, the rank's heads * head_dim] -> the same"""
@@ -196,10 +196,6 @@ class HeadsRMSNorm(RMSNorm):
         sums = self.parallel.all_reduce(sums)
         mean = sums[:, :1] / sums[:, 1:]
         return (exact * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
-
-    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
-        require_shape(loaded, (self.num_features,))
-        parameter.data.copy_(loaded[self.rows])
 
 
 class LayerNorm(RMSNorm):

@@ -244,6 +244,16 @@ def load_whole(parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart
     fill_rows(parameter, 0, loaded)
 
 
+def rows_loader(first: int, whole: int) -> WeightLoader:
+    """Weight loader of a parameter that holds the rows from `first` on of a checkpoint tensor of `whole` rows."""
+
+    def load(parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart) -> None:
+        require_shape(loaded, (whole, *parameter.shape[1:]))
+        parameter.data.copy_(loaded[first : first + len(parameter)])
+
+    return load
+
+
 def require_shape(loaded: torch.Tensor, expected: tuple[int, ...]) -> None:
     """Raise `WeightShapeError` unless the checkpoint tensor `loaded` has the shape `expected`."""
     if tuple(loaded.shape) != expected:
