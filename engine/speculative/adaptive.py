@@ -245,7 +245,7 @@ def _between(sizes: list[int], at: float, known: Callable[[int], float | None]) 
 
 
 _BLOCK_STEPS, _SHORT_BLOCK_STEPS = 32, 16
-"""Steps of a block, and of a try or a block whose size has no pace yet; each round of a step counts."""
+"""Steps of a block, and of a try or a block whose row group has no pace yet; each round of a step counts."""
 _BLOCKS_PER_CHECK, _FIRST_BLOCKS_PER_CHECK = 64, 8
 """Blocks with drafts after which one without drafts measures plain steps again, and their number while plain steps
 were measured in one block only; each further one adds as many."""
@@ -253,9 +253,9 @@ _OPENING_PACE, _LEAST_PACE = 1.1, 1.04
 """Least pace with drafts, relative to that without, for which drafting begins, and for which it goes on."""
 _DEBT_REPAID, _CREDIT = 0.003, 0.005
 """Share of the time without drafts that repays what drafts have lost, and seconds that they may lose in advance."""
-_FEW_ROWS_SIZE = 4
-"""Sizes of 2 to 16 rows have one debt. Drafts gain more there than a try of a few steps loses, and after text with
-which they lost, other text would otherwise wait long for a try."""
+_FEW_ROWS_GROUP = 4
+"""The row groups of 2 to 16 rows have one debt. Drafts gain more there than a try of a few steps loses, and after text
+with which they lost, other text would otherwise wait long for a try."""
 _LEAST_STEPS, _MOST_LOST, _MOST_STEPS_LOST, _MOST_UNJUDGED = 4, 0.004, 2, 0.03
 """A short block with drafts ends early, after at least so many steps, where it has lost so many seconds and so many of
 its mean steps, or has taken so many seconds before the pace without drafts is known."""
@@ -282,8 +282,8 @@ class _Pace:
         return self.plain / self.seconds if self.seconds else 0.0
 
 
-class _Size:
-    """The blocks with a number of rows.
+class _GroupPaces:
+    """The paces of the blocks of one row group, with drafts and without.
 
     The pace with drafts is relative to the latest one without: the expected durations of plain steps, to which all
     paces refer, change with each measurement, for a new server by half and more.
@@ -302,8 +302,8 @@ class DraftGate:
 
     Between blocks in which drafts pay, a block without drafts measures plain steps now and then. Where drafts do not
     pay, a try of one short block is made whenever no debt is left. What blocks with drafts lose is a debt of their
-    number of rows; what they gain and a small share of the time without drafts with this number repay it. So that
-    share bounds the time that drafts lose with each number of rows, whatever they gain with others.
+    row group (`_row_group`); what they gain and a small share of the time without drafts in this group repay it. So
+    that share bounds the time that drafts lose in each row group, whatever they gain in others.
     """
 
     def __init__(self) -> None:
@@ -312,15 +312,15 @@ class DraftGate:
         self.is_trying = False
         """Whether this block is a try, in which sequences draft whose drafts are not expected to pay."""
         self.needs_plain_steps = True
-        """Whether plain steps of this size have no pace yet, so that each one is to be measured."""
-        self._sizes = defaultdict[int, _Size](_Size)
-        """By the exponent of the next power of two of the mean number of rows."""
+        """Whether plain steps of this row group have no pace yet, so that each one is to be measured."""
+        self._groups = defaultdict[int, _GroupPaces](_GroupPaces)
+        """By `_row_group` of the mean number of rows."""
         self._debts: dict[int, float] = {}
-        """Seconds that drafting has lost and nothing has repaid, by `_indebted` of sizes; below 0 it is a credit."""
+        """Seconds that drafting has lost and nothing has repaid, by `_indebted` row group; below 0 it is a credit."""
         self._num_open_blocks = 0
         """Number of successive blocks with drafts."""
-        self._plain_size: int | None = None
-        """The size of the last block without drafts."""
+        self._plain_group: int | None = None
+        """The row group of the last block without drafts."""
         self._begin()
 
     def _begin(self) -> None:
@@ -360,7 +360,7 @@ class DraftGate:
 
         Drafts end answers sooner and leave fewer rows, of which each token costs a plain step more.
         """
-        return self._sizes[self._size_of(num_rows)].rows
+        return self._groups[self._group_of(num_rows)].rows
 
     def review(self, num_rows: int, *, is_gain_expected: bool, may_pay: bool = True) -> None:
         """End a block with drafts early if drafts are likely to lose with `num_rows`, unless the block is a try.
@@ -371,11 +371,11 @@ class DraftGate:
         """
         if not self.is_open or self.is_trying:
             return
-        size = _power(num_rows)
-        pace = self._sizes[size].with_drafts.value
+        group = _row_group(num_rows)
+        pace = self._groups[group].with_drafts.value
         if (
-            self._plain_size is not None
-            and size > self._plain_size + 1
+            self._plain_group is not None
+            and group > self._plain_group + 1
             and (pace < _LEAST_PACE if pace else not may_pay)
         ):
             self.is_open = False
@@ -387,29 +387,29 @@ class DraftGate:
     def reject(self) -> None:
         """End a try because its drafts would not pay even if they were accepted."""
         self.is_open = self.is_trying = False
-        if self._plain_size is not None:
-            self._debts[_indebted(self._plain_size)] = max(self._debt(self._plain_size), _CREDIT)
+        if self._plain_group is not None:
+            self._debts[_indebted(self._plain_group)] = max(self._debt(self._plain_group), _CREDIT)
         self._begin()
 
-    def _size_of(self, num_rows: int) -> int:
-        """The key in `_sizes` of steps with so many rows.
+    def _group_of(self, num_rows: int) -> int:
+        """The row group of steps with so many rows.
 
-        Drafts change the number of running rows, so with drafts a size that has no pace without them counts as that of
-        the last block without drafts, if the two are adjacent.
+        Drafts change the number of running rows, so with drafts a row group that has no pace without them counts as
+        that of the last block without drafts, if the two are adjacent.
         """
-        size = _power(num_rows)
-        if self.is_open and self._plain_size in (size - 1, size + 1) and not self._sizes[size].plain.value:
-            return self._plain_size
-        return size
+        group = _row_group(num_rows)
+        if self.is_open and self._plain_group in (group - 1, group + 1) and not self._groups[group].plain.value:
+            return self._plain_group
+        return group
 
     @property
-    def _size(self) -> int:
-        """The block's size."""
-        return self._size_of(-(-self._num_rows // self._num_steps))
+    def _group(self) -> int:
+        """The block's row group."""
+        return self._group_of(-(-self._num_rows // self._num_steps))
 
     def _is_over(self) -> bool:
         """Whether the block ends."""
-        plain = self._sizes[self._size].plain
+        plain = self._groups[self._group].plain
         self.needs_plain_steps = not plain.count
         is_short = self.is_trying or not plain.count
         if self._num_steps >= (_SHORT_BLOCK_STEPS if is_short else _BLOCK_STEPS):
@@ -421,50 +421,50 @@ class DraftGate:
         return self._seconds > _MOST_UNJUDGED
 
     def _end_block(self, *, remembered: float = _WITH_REMEMBERED) -> None:
-        size, block = self._size, self._block
-        of_size = self._sizes[size]
-        pace, plain = of_size.with_drafts, of_size.plain
+        group, block = self._group, self._block
+        of_group = self._groups[group]
+        pace, plain = of_group.with_drafts, of_group.plain
         if self.is_open:
             self._num_open_blocks += 1
             if plain.value:
                 pace.add(block.plain / plain.value, block.seconds, remembered)
-                self._owe(size, self._lost())
+                self._owe(group, self._lost())
             is_gaining = pace.value >= (_OPENING_PACE if self.is_trying else _LEAST_PACE)
             most = min(_BLOCKS_PER_CHECK, _FIRST_BLOCKS_PER_CHECK * plain.count)
             self.is_open = is_gaining and self._num_open_blocks < most
         else:
-            self._num_open_blocks, self._plain_size = 0, size
+            self._num_open_blocks, self._plain_group = 0, group
             plain.add(block.plain, block.seconds, _WITHOUT_REMEMBERED)
-            of_size.rows = self._num_decodes / self._num_steps
-            self._owe(size, -_DEBT_REPAID * block.seconds)
+            of_group.rows = self._num_decodes / self._num_steps
+            self._owe(group, -_DEBT_REPAID * block.seconds)
             is_gaining = pace.value >= _OPENING_PACE
-            self.is_open = plain.value > 0.0 and (is_gaining or self._debt(size) <= 0.0)
+            self.is_open = plain.value > 0.0 and (is_gaining or self._debt(group) <= 0.0)
         self.is_trying = self.is_open and not is_gaining
         self._begin()
 
     def _lost(self) -> float:
         """Seconds that the block has lost by drafts; below 0 it has gained, or it is not known."""
-        pace = self._sizes[self._size].plain.value
+        pace = self._groups[self._group].plain.value
         return self._block.seconds - self._block.plain / pace if pace else -math.inf
 
-    def _owe(self, size: int, seconds: float) -> None:
-        self._debts[_indebted(size)] = max(-_CREDIT, self._debt(size) + seconds)
+    def _owe(self, group: int, seconds: float) -> None:
+        self._debts[_indebted(group)] = max(-_CREDIT, self._debt(group) + seconds)
 
-    def _debt(self, size: int) -> float:
-        """The debt of a size; a new one has the largest debt of smaller ones, since drafts lose with more rows too."""
-        size = _indebted(size)
-        smaller = (debt for other, debt in self._debts.items() if other < size)
-        return self._debts[size] if size in self._debts else max(smaller, default=-_CREDIT)
+    def _debt(self, group: int) -> float:
+        """The debt of a row group; a new one has the largest of lower ones, since drafts lose with more rows too."""
+        group = _indebted(group)
+        smaller = (debt for other, debt in self._debts.items() if other < group)
+        return self._debts[group] if group in self._debts else max(smaller, default=-_CREDIT)
 
 
-def _power(num_rows: int) -> int:
-    """The exponent of the least power of two that is not below a number of rows."""
+def _row_group(num_rows: int) -> int:
+    """The row group of a number of rows: the exponent of the least power of two that is not below it."""
     return (num_rows - 1).bit_length()
 
 
-def _indebted(size: int) -> int:
-    """The size that has the debt of a size."""
-    return max(size, _FEW_ROWS_SIZE) if size else 0
+def _indebted(group: int) -> int:
+    """The row group whose debt counts for a row group: those of few rows share one."""
+    return max(group, _FEW_ROWS_GROUP) if group else 0
 
 
 _FIRST_RATE, _RATE_IN_TRIES = 0.7, 0.9
