@@ -73,7 +73,7 @@ class _StubCore:
             if last:
                 del self._live[request_id]
         running = len(self._live)
-        self._say(StepOutputs(outputs, SchedulerStats(running, 0, running, 1 << 20, 0, 0, 0, 0, "decode", 0.001)))
+        self._say(StepOutputs(outputs, SchedulerStats(running, 0, running, 1 << 20, 0, 0, 0, "decode", 0.001)))
 
     def _take_in(self) -> None:
         for message in self._decoder.decode(self._input.recv()):

@@ -261,8 +261,6 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     preemptions: int
-    prefill_tokens: int
-    """Prompt tokens computed, without prefix hits."""
     step_kind: str
     """Kind of the step just read: `prefill`, `decode`, `mixed`, or `idle` for a message without a step."""
     step_seconds: float

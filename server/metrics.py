@@ -60,7 +60,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
 
-_NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, "idle", 0.0)
+_NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, "idle", 0.0)
 
 _GAUGES = (
     ("kaon_core_serving", "Whether the engine core is ready: 1, or 0 while it starts."),

@@ -141,7 +141,6 @@ class Scheduler:
         """Preempted owners: the time until which each starts nothing beyond a share of all slots and blocks, and that
         share."""
         self._clock = clock
-        self._prefill_tokens = 0
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
@@ -412,7 +411,6 @@ class Scheduler:
         if self.step_budget is not None:
             self.step_budget.take(step, seq.num_computed_tokens, count)
         seq.num_computed_tokens += count
-        self._prefill_tokens += count
         self._shares.serve(seq.owner, count / seq.weight)
         if seq.num_computed_tokens == seq.num_tokens:
             self._pool.end_prompt(seq)
@@ -749,7 +747,6 @@ class Scheduler:
             prefix_queried_tokens=self._pool.prefix_queried_tokens,
             prefix_hit_tokens=self._pool.prefix_hit_tokens,
             preemptions=self._pool.num_preemptions,
-            prefill_tokens=self._prefill_tokens,
             step_kind=step_kind,
             step_seconds=step_seconds,
             draft_tokens=self.drafts.num_proposed,

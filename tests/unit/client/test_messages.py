@@ -30,7 +30,7 @@ from engine.messages import (
 from engine.sampling_params import SamplingParams
 
 MODEL = ModelInfo("LlamaForCausalLM", "float32", "cpu", "cpu", 1000, 512, 2048, [2, 3], 16, 100)
-STATS = SchedulerStats(2, 1, 10, 100, 64, 32, 0, 32, "prefill", 0.01)
+STATS = SchedulerStats(2, 1, 10, 100, 64, 32, 0, "prefill", 0.01)
 FULL_PARAMS = SamplingParams(
     temperature=0.5,
     max_tokens=7,
