@@ -49,7 +49,7 @@ Item = TypeVar("Item")
 
 
 class RequestModel(BaseModel):
-    """Base of all objects in requests: strict JSON types, no unknown fields, null means absent."""
+    """Base of all objects in requests: strict JSON types, no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     object_path: ClassVar[ObjectPath | None] = None
@@ -73,6 +73,11 @@ class RequestModel(BaseModel):
         return (
             data if cls.object_path is None or not isinstance(data, dict) else without_tolerated(data, cls.object_path)
         )
+
+
+def without_nulls(data: Any) -> Any:
+    """Return `data`, if it is an object, without null fields: official clients send every field of their models."""
+    return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 @dataclass(frozen=True, slots=True)

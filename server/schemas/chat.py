@@ -23,6 +23,7 @@ from server.schemas.body import (
     check_values,
     rule,
     sentence,
+    without_nulls,
 )
 from server.schemas.chat_tools import (
     FREE_TEXT,
@@ -65,7 +66,7 @@ class ContentPart(RequestModel):
             return data
         if data.get(kind) is None:
             raise sentence(f"is of type {kind} and has no field {kind}; it needs one")
-        return {name: value for name, value in data.items() if value is not None}
+        return without_nulls(data)
 
 
 _UNREAD = ("image_url", "image", "input_image", "file", "input_file", "input_audio", "video_url")

@@ -10,7 +10,17 @@ import msgspec
 from pydantic import AfterValidator, Field, model_validator
 
 from engine.sampling_params import MAX_LOGPROBS
-from server.schemas.body import Between, FewFields, Ignored, Items, RequestModel, StringOrStrings, rule, sentence
+from server.schemas.body import (
+    Between,
+    FewFields,
+    Ignored,
+    Items,
+    RequestModel,
+    StringOrStrings,
+    rule,
+    sentence,
+    without_nulls,
+)
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 _MAX_NAME = 64
@@ -149,7 +159,7 @@ class StreamOptions(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+        return without_nulls(data)
 
 
 class ModelRequest(RequestModel):

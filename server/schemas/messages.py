@@ -31,6 +31,7 @@ from server.schemas.body import (
     StringOrStrings,
     rule,
     sentence,
+    without_nulls,
 )
 from server.schemas.chat_tools import FunctionName
 from server.schemas.generation import INT31, ModelRequest
@@ -52,7 +53,7 @@ class _Part(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+        return without_nulls(data)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -21,6 +21,7 @@ from server.schemas.body import (
     Unsupported,
     rule,
     sentence,
+    without_nulls,
 )
 from server.schemas.chat import unread_note
 from server.schemas.chat_tools import FunctionName
@@ -29,11 +30,6 @@ from server.schemas.generation import INT31, JsonObjectFormat, JsonSchema, Sampl
 _ItemStatus: TypeAlias = Annotated[
     Literal["in_progress", "completed", "incomplete"] | None, Field(description=NO_CHANGE)
 ]
-
-
-def _without_nulls(data: dict[str, Any]) -> dict[str, Any]:
-    """`data` without null fields: the official client sends every field that its models have."""
-    return {name: value for name, value in data.items() if value is not None}
 
 
 _TEXTS = ("input_text", "output_text", "refusal")
@@ -50,7 +46,7 @@ def _text_part(data: Any) -> Any:
     field = "refusal" if kind == "refusal" else "text"
     if isinstance(kind, str) and data.get(field) is None:
         raise sentence(f"is of type {kind} and has no field {field}; it needs one")
-    return _without_nulls(data) if isinstance(data, dict) else data
+    return without_nulls(data)
 
 
 _Parsed: TypeAlias = Annotated[Any, Field(description=NO_CHANGE)]
@@ -320,7 +316,7 @@ def _known_item(data: Any) -> Any:
         raise sentence("has a type that is not a string; it must be one")
     if kind is not None and kind not in _KINDS:
         raise sentence(f"is of type {kind[:60]}; this server reads items of type {', '.join(_KINDS)} only")
-    return _without_nulls(data)
+    return without_nulls(data)
 
 
 # -- tools ----------------------------------------------------------------------------------------------------------
