@@ -24,7 +24,7 @@ from server.access_log import RequestFacts, new_request_id
 from server.batches.lines import AROUND_BODY_BYTES, MAX_LINE_BYTES, Line, Pace, output_line, read_lines, request_body
 from server.batches.store import Batch, BatchStore, FileNotFound
 from server.errors import EngineError, InvalidApiKey, ShuttingDown
-from server.limits.jobs import Jobs
+from server.limits.jobs import FairPool, Jobs
 from server.limits.owners import Owner
 from server.limits.turns import FairLock
 from server.schemas.batches import BatchError, BatchObject, BatchStatus
@@ -153,63 +153,52 @@ class BatchRunner:
     # -- one batch ----------------------------------------------------------------------------------------------
 
     async def _run(self, batch: Batch) -> None:
-        id = batch.object.id
+        id, all_lines = batch.object.id, self._jobs.batches
         try:
             # Reading and writing are one job: read lines of many batches that wait to be written would fill the
             # memory. A batch that was cancelled before also has errors for all of its lines.
             is_read = batch.object.in_progress_at is not None
-            if not is_read and not await self._write_lines(batch, self._validate, batch):
+            if not is_read and not await self._write(all_lines, batch, self._validate, batch):
                 return
             if batch.object.status == "cancelling":
                 raise asyncio.CancelledError
             try:
                 async with asyncio.timeout(batch.object.expires_at - time.time()):
                     await self._run_lines(batch)
-                await self._write(batch, self.store.update, id, "finalizing")
+                await self._write(self._jobs.lines, batch, self.store.update, id, "finalizing")
                 status: BatchStatus = "completed"
             except TimeoutError:
                 status = "expired"
-            await self._write_lines(batch, self.store.finish, batch, status)
+            await self._write(all_lines, batch, self.store.finish, batch, status)
         except asyncio.CancelledError:
             if id not in self._tasks:
                 raise  # The server ends.
-            await self._write_lines(batch, self.store.finish, batch, "cancelled")
+            await self._write(all_lines, batch, self.store.finish, batch, "cancelled")
         except Exception as error:  # noqa: BLE001 - the client reads it in the batch
             _log.exception("%s failed", id)
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             why = BatchError("server_error", f"the server could not compute the batch: {cause}")
-            await self._write_lines(batch, self.store.finish, batch, "failed", [why])
+            await self._write(all_lines, batch, self.store.finish, batch, "failed", [why])
 
     async def _write(
         self,
+        pool: FairPool,
         batch: Batch,
         write: Callable[_Parameters, _Result],
         *arguments: _Parameters.args,
         **keywords: _Parameters.kwargs,
     ) -> _Result:
-        """Call a writing method of the store, again and again while it fails, for instance because the disk is
-        full."""
-        owner, work = Owner(batch.party), functools.partial(write, *arguments, **keywords)
-        return await self._until_written(batch.object.id, lambda: self._jobs.lines.run(owner, work, stays=True))
+        """Call a writing method of the store, again and again while it fails, for instance because the disk is full.
 
-    async def _write_lines(
-        self,
-        batch: Batch,
-        write: Callable[_Parameters, _Result],
-        *arguments: _Parameters.args,
-        **keywords: _Parameters.kwargs,
-    ) -> _Result:
-        """As `_write`, for work on all lines of a batch: one batch at a time, shared fairly among owners."""
-        owner, work = Owner(batch.party), functools.partial(write, *arguments, **keywords)
-        return await self._until_written(batch.object.id, lambda: self._jobs.batches.run(owner, work, stays=True))
-
-    async def _until_written(self, id: str, write: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Try `write` again until the disk takes it. All waiting writes of a batch have one line in the log."""
+        `pool`: `Jobs.batches` for work on all lines of a batch, else `Jobs.lines`. All waiting writes of a batch have
+        one line in the log.
+        """
+        owner, work, id = Owner(batch.party), functools.partial(write, *arguments, **keywords), batch.object.id
         wait, has_failed = _RETRY_SECONDS[0], False
         try:
             while True:
                 try:
-                    result = await write()
+                    result = await pool.run(owner, work, stays=True)
                 except (OSError, sqlite3.OperationalError) as error:
                     if not has_failed and not self._unwritten[id]:
                         _log.error("%s waits, because the store of batches cannot be written: %s", id, error)
@@ -331,7 +320,8 @@ class BatchRunner:
             return holder._replace(party=f"{batch.party} (batches)", weight=_WEIGHT * holder.weight)
 
         output, succeeded = await self.compute(batch.object.endpoint, line.custom_id, read, find_owner)
-        await self._write(batch, self.store.record, batch.object.id, line.number, output, succeeded=succeeded)
+        pool, id = self._jobs.lines, batch.object.id
+        await self._write(pool, batch, self.store.record, id, line.number, output, succeeded=succeeded)
 
     async def compute(
         self,

@@ -8,9 +8,8 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from server.batches.runner import BatchRunner
 from server.batches.store import Batch, BatchStore, new_batch
 from server.commands.run_batch import run as run_batch
 from server.limits.accounts import Accounts
-from server.limits.jobs import Jobs
+from server.limits.jobs import FairPool, Jobs
 from server.limits.owners import Owner
 from server.schemas.batches import BATCH_ENDED
 
@@ -550,16 +549,22 @@ async def test_a_full_disk_is_two_lines_of_the_log_however_many_writes_wait(
 ) -> None:
     caplog.set_level("INFO", "server.batches.runner")
     monkeypatch.setattr("server.batches.runner._RETRY_SECONDS", (0.0, 0.0))
-    runner = runner_of(BatchStore(tmp_path, 10**6), App())
+    store = BatchStore(tmp_path, 10**6)
+    batch, runner = add(store, ["1"]), runner_of(store, App())
 
-    async def write(failures: Iterator[int]) -> None:
+    class AtOnce(FairPool):
+        async def run(self, owner: Owner, work: Callable[[], Any], *, stays: bool = False) -> Any:
+            return work()
+
+    def write(failures: Iterator[int]) -> None:
         if next(failures, None) is not None:
             raise sqlite3.OperationalError("database or disk is full")
 
-    await asyncio.gather(*(runner._until_written("batch_1", partial(write, iter(range(3)))) for _ in range(8)))
+    pool = AtOnce("writes", 1, 8, Accounts())
+    await asyncio.gather(*(runner._write(pool, batch, write, iter(range(3))) for _ in range(8)))
     assert [record.message for record in caplog.records] == [
-        "batch_1 waits, because the store of batches cannot be written: database or disk is full",
-        "batch_1 no longer waits for the store of batches",
+        f"{batch.object.id} waits, because the store of batches cannot be written: database or disk is full",
+        f"{batch.object.id} no longer waits for the store of batches",
     ]
     await runner.close()
 
