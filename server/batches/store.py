@@ -72,8 +72,8 @@ _PENDING_LINES = (
     "ORDER BY number LIMIT ?"
 )
 
-PENDING, SUCCEEDED, FAILED = range(3)
-"""State of a line."""
+_SUCCEEDED, _FAILED = 1, 2
+"""State of a line that was computed; 0 while it is pending."""
 
 MAX_FILES = 20_000
 """Most files of an owner. Each file takes a block and an inode, however small it is, and the queries that sum bytes
@@ -424,7 +424,7 @@ class BatchStore:
         )
         database.execute(
             "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (batch.id, owner, party, batch.status, batch.created_at, output_seconds, _encoded(batch)),
+            (batch.id, owner, party, batch.status, batch.created_at, output_seconds, _encode_batch(batch)),
         )
 
     def batch(self, id: str, owner: str) -> BatchObject:
@@ -474,7 +474,7 @@ class BatchStore:
                 shown = "cancelling" if batch.status == "cancelling" and status not in BATCH_ENDED else status
                 batch = msgspec.structs.replace(batch, status=shown, **times, **fields)
                 database.execute(
-                    "UPDATE batches SET status = ?, object = ? WHERE id = ?", (shown, _encoded(batch), id)
+                    "UPDATE batches SET status = ?, object = ? WHERE id = ?", (shown, _encode_batch(batch), id)
                 )
                 if status in BATCH_ENDED or status == "in_progress":
                     self._counts.pop(id, None)
@@ -517,7 +517,7 @@ class BatchStore:
             with self._transaction() as database:
                 changed = database.execute(
                     "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ? AND state = 0",
-                    (SUCCEEDED if succeeded else FAILED, answer, id, number),
+                    (_SUCCEEDED if succeeded else _FAILED, answer, id, number),
                 ).rowcount
             if changed and (counts := self._counts.get(id)) is not None:
                 total, completed, failed = counts
@@ -550,7 +550,7 @@ class BatchStore:
                 last = undone[-1]["number"] if undone else last
                 database.executemany(
                     "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ?",
-                    [(FAILED, output_line(each["custom_id"], error=why), id, each["number"]) for each in undone],
+                    [(_FAILED, output_line(each["custom_id"], error=why), id, each["number"]) for each in undone],
                 )
                 return len(undone)
 
@@ -559,7 +559,7 @@ class BatchStore:
         fields: dict[str, Any] = {"request_counts": self._count(id)}
         if errors is not None:
             fields["errors"] = BatchErrors(errors)
-        for name, state, count in (("output", SUCCEEDED, totals.add), ("error", FAILED, lambda _: None)):
+        for name, state, count in (("output", _SUCCEEDED, totals.add), ("error", _FAILED, lambda _: None)):
             fields[f"{name}_file_id"] = self._write_output(batch, name, state, output_seconds, count)
         self.update(id, status, **fields, model=totals.model, usage=totals.usage)
 
@@ -603,7 +603,7 @@ class BatchStore:
             if counts is None:
                 query = "SELECT state, COUNT(*) AS n FROM lines WHERE batch = ? GROUP BY state"
                 by_state = {row["state"]: row["n"] for row in self._query(query, id)}
-                counts = sum(by_state.values()), by_state.get(SUCCEEDED, 0), by_state.get(FAILED, 0)
+                counts = sum(by_state.values()), by_state.get(_SUCCEEDED, 0), by_state.get(_FAILED, 0)
                 if by_state:
                     self._counts[id] = counts
         return RequestCounts(*counts)
@@ -817,7 +817,7 @@ def _file(row: sqlite3.Row) -> FileObject:
     )
 
 
-def _encoded(batch: BatchObject) -> str:
+def _encode_batch(batch: BatchObject) -> str:
     return msgspec.json.encode(batch).decode()
 
 
