@@ -93,6 +93,11 @@ class Owner(NamedTuple):
         return self.key_name or (self.party if self.key is None else self.party[:12])
 
     @property
+    def namespace(self) -> str:
+        """The owner of its stored files and batches: its key; "" where keys are not needed, since all share them."""
+        return self.key or ""
+
+    @property
     def prefix_domain(self) -> str | None:
         """The group or key whose cached prefixes the owner may use; None where keys are not needed."""
         return self.key if self.group is None else f"group {self.group}"

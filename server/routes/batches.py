@@ -63,8 +63,8 @@ async def upload_file(http: Request) -> Response:
     if declared.isdecimal() and int(declared) > limit + 2**16:
         raise _too_large(limit)
     owner = owner_of(http.scope)
-    with _hold_file(http), runner.store.upload(owner.key or "") as reserve:
-        return as_json(await _upload(http, runner, limit, owner.key or "", reserve))
+    with _hold_file(http), runner.store.upload(owner.namespace) as reserve:
+        return as_json(await _upload(http, runner, limit, owner.namespace, reserve))
 
 
 async def _upload(
@@ -172,7 +172,7 @@ async def list_files(http: Request) -> Response:
     page: Page = await in_store(
         http,
         runner_of(http).store.files,
-        owner_of(http.scope).key or "",
+        owner_of(http.scope).namespace,
         http.query_params.get("purpose"),
         http.query_params.get("after"),
         _limit_of(http, _FILES_PAGE),
@@ -184,13 +184,13 @@ async def list_files(http: Request) -> Response:
 @endpoints.get("/v1/files/{file_id}", FileObject)
 async def retrieve_file(http: Request, file_id: str) -> Response:
     """Return the metadata of a file."""
-    return as_json(await in_store(http, runner_of(http).store.file, file_id, owner_of(http.scope).key or ""))
+    return as_json(await in_store(http, runner_of(http).store.file, file_id, owner_of(http.scope).namespace))
 
 
 @endpoints.get("/v1/files/{file_id}/content", "application/octet-stream")
 async def file_content(http: Request, file_id: str) -> Response:
     """Return the content of a file."""
-    path = await in_store(http, runner_of(http).store.path, file_id, owner_of(http.scope).key or "")
+    path = await in_store(http, runner_of(http).store.path, file_id, owner_of(http.scope).namespace)
     return FileAnswer(http, _Content(path, media_type="application/octet-stream"))
 
 
@@ -216,7 +216,7 @@ class _Content(FileResponse):
 async def delete_file(http: Request, file_id: str) -> Response:
     """Delete a file, unless it is the input of a batch that has not ended."""
     with disk_errors("the file cannot be deleted"):
-        await in_store(http, runner_of(http).store.delete_file, file_id, owner_of(http.scope).key or "")
+        await in_store(http, runner_of(http).store.delete_file, file_id, owner_of(http.scope).namespace)
     return as_json(DeletedFile(file_id))
 
 
@@ -230,14 +230,14 @@ async def create_batch(http: Request) -> Response:
     """Compute the requests in a file, at low priority."""
     runner, owner = runner_of(http), owner_of(http.scope)
     request = await read_request(http, BatchRequest, Models.of(http.app).config.server_config)
-    file = await in_store(http, runner.store.file, request.input_file_id, owner.key or "", "input_file_id")
+    file = await in_store(http, runner.store.file, request.input_file_id, owner.namespace, "input_file_id")
     if file.purpose != "batch":
         raise BadRequest(f"input_file_id is {file.id}, which a batch wrote; upload the input", param="input_file_id")
     batch = new_batch(file.id, request.endpoint, DAY, request.metadata)
     seconds = None if request.output_expires_after is None else request.output_expires_after.seconds
     with disk_errors("the batch cannot be kept"):
-        await in_store(http, runner.store.add_batch, batch, owner.key or "", owner.party, seconds)
-    runner.run(Batch(batch, owner.key or "", owner.party))
+        await in_store(http, runner.store.add_batch, batch, owner.namespace, owner.party, seconds)
+    runner.run(Batch(batch, owner.namespace, owner.party))
     return as_json(batch)
 
 
@@ -246,7 +246,7 @@ async def list_batches(http: Request) -> Response:
     """List the batches, newest first."""
     after, limit = http.query_params.get("after"), _limit_of(http, _BATCHES_PAGE)
     page: Page = await in_store(
-        http, runner_of(http).store.batches, owner_of(http.scope).key or "", "batch", after, limit
+        http, runner_of(http).store.batches, owner_of(http.scope).namespace, "batch", after, limit
     )
     return as_json(BatchList(data=page.data, has_more=page.has_more, first_id=_first(page), last_id=_last(page)))
 
@@ -254,16 +254,16 @@ async def list_batches(http: Request) -> Response:
 @endpoints.get("/v1/batches/{batch_id}", BatchObject)
 async def retrieve_batch(http: Request, batch_id: str) -> Response:
     """Return a batch with its progress."""
-    return as_json(await in_store(http, runner_of(http).store.batch, batch_id, owner_of(http.scope).key or ""))
+    return as_json(await in_store(http, runner_of(http).store.batch, batch_id, owner_of(http.scope).namespace))
 
 
 @endpoints.post("/v1/batches/{batch_id}/cancel", BatchObject)
 async def cancel_batch(http: Request, batch_id: str) -> Response:
     """Cancel a batch; its output has the completed answers. A batch that has ended is returned unchanged."""
     runner, owner = runner_of(http), owner_of(http.scope)
-    batch = await in_store(http, runner.store.batch, batch_id, owner.key or "")
+    batch = await in_store(http, runner.store.batch, batch_id, owner.namespace)
     with disk_errors("the batch cannot be cancelled"):
-        return as_json(await runner.cancel(Batch(batch, owner.key or "", owner.party)))
+        return as_json(await runner.cancel(Batch(batch, owner.namespace, owner.party)))
 
 
 def runner_of(http: Request) -> BatchRunner:

@@ -64,9 +64,9 @@ async def create_message_batch(http: Request) -> Response:
                 raise BadRequest(f"requests[{index}].custom_id is {each.custom_id!r}, as in an earlier request")
             seen.add(each.custom_id)
         with disk_errors("the batch cannot be kept"):
-            batch = await in_store(http, _add, runner.store, request, owner.key or "", owner.party)
-    runner.run(Batch(batch, owner.key or "", owner.party))
-    return as_json(_message_batch(batch, runner.store, owner.key or "", http))
+            batch = await in_store(http, _add, runner.store, request, owner.namespace, owner.party)
+    runner.run(Batch(batch, owner.namespace, owner.party))
+    return as_json(_message_batch(batch, runner.store, owner.namespace, http))
 
 
 def _add(store: BatchStore, request: MessageBatchRequest, owner: str, party: str) -> BatchObject:
@@ -83,7 +83,7 @@ def _add(store: BatchStore, request: MessageBatchRequest, owner: str, party: str
 async def list_message_batches(http: Request) -> Response:
     """List the batches, newest first."""
     limit = query_integer(http, "limit", _DEFAULT_PAGE, low=1, high=_MAX_PAGE)
-    store, owner = runner_of(http).store, owner_of(http.scope).key or ""
+    store, owner = runner_of(http).store, owner_of(http.scope).namespace
 
     def read() -> MessageBatchList:
         page: Page = store.batches(owner, _KIND, http.query_params.get("after_id"), limit)
@@ -97,7 +97,7 @@ async def list_message_batches(http: Request) -> Response:
 @endpoints.get("/v1/messages/batches/{batch_id}", MessageBatch)
 async def retrieve_message_batch(http: Request, batch_id: str) -> Response:
     """Return a batch with its progress."""
-    store, owner = runner_of(http).store, owner_of(http.scope).key or ""
+    store, owner = runner_of(http).store, owner_of(http.scope).namespace
     return as_json(await in_store(http, lambda: _message_batch(_stored(store, batch_id, owner), store, owner, http)))
 
 
@@ -105,17 +105,17 @@ async def retrieve_message_batch(http: Request, batch_id: str) -> Response:
 async def cancel_message_batch(http: Request, batch_id: str) -> Response:
     """Cancel a batch; its results have the answered messages."""
     runner, owner = runner_of(http), owner_of(http.scope)
-    batch = await in_store(http, _stored, runner.store, batch_id, owner.key or "")
+    batch = await in_store(http, _stored, runner.store, batch_id, owner.namespace)
     with disk_errors("the batch cannot be cancelled"):
-        batch = await runner.cancel(Batch(batch, owner.key or "", owner.party))
-    return as_json(await in_store(http, _message_batch, batch, runner.store, owner.key or "", http))
+        batch = await runner.cancel(Batch(batch, owner.namespace, owner.party))
+    return as_json(await in_store(http, _message_batch, batch, runner.store, owner.namespace, http))
 
 
 @endpoints.delete("/v1/messages/batches/{batch_id}", DeletedMessageBatch)
 async def delete_message_batch(http: Request, batch_id: str) -> Response:
     """Delete a batch that has ended, with its results."""
     with disk_errors("the batch cannot be deleted"):
-        store, owner = runner_of(http).store, owner_of(http.scope).key or ""
+        store, owner = runner_of(http).store, owner_of(http.scope).namespace
         await in_store(http, _stored, store, batch_id, owner)
         await in_store(http, store.delete_batch, batch_id, owner)
     return as_json(DeletedMessageBatch(batch_id))
@@ -124,7 +124,7 @@ async def delete_message_batch(http: Request, batch_id: str) -> Response:
 @endpoints.get("/v1/messages/batches/{batch_id}/results", "application/x-jsonl")
 async def message_batch_results(http: Request, batch_id: str) -> Response:
     """Return the results of an ended batch, one per line."""
-    store, owner = runner_of(http).store, owner_of(http.scope).key or ""
+    store, owner = runner_of(http).store, owner_of(http.scope).namespace
 
     def outputs() -> list[Path]:
         batch = _stored(store, batch_id, owner)
