@@ -182,7 +182,7 @@ class AsyncLLM:
             processor.defaults.sampling_params() if params is None else params,
             request_id=frontend.hub.new_ids(1)[0],
             clip_max_tokens=params is None,
-            adapter=0 if lora is None else frontend.adapter_of(lora),
+            adapter=0 if lora is None else frontend.adapters.number_of(lora),
         )
         return Generation(frontend.hub, frontend.config, [sequence], 1)
 

@@ -94,7 +94,7 @@ class Adapters:
         return tuple(self._numbers)
 
     def number_of(self, name: str) -> int:
-        """Return the number of the adapter `name`; 0 if there is none."""
+        """Return the number of the adapter `name`; 0 for another name, such as the model's own."""
         return self._numbers.get(name, 0)
 
     def model_name(self, number: int) -> str:

@@ -103,7 +103,7 @@ def create_app(
         lines,
         shared.jobs,
         keys.holder,
-        lambda: models.most_request_bytes,
+        lambda: models.max_request_bytes_once_loaded,
     )
     error_answers.install(app)
     routers = [ENDPOINTS[name].router for name in ENDPOINTS]

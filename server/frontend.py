@@ -395,8 +395,8 @@ class Frontend:
         return min(max(needed, _LEAST_BODY_LIMIT), _MOST_BODY_LIMIT)
 
     @property
-    def most_request_bytes(self) -> int:
-        """`max_request_bytes`; while the model is not loaded, the most that it may be once the model is."""
+    def max_request_bytes_once_loaded(self) -> int:
+        """As `max_request_bytes`; while the model is not loaded, the most that it may be once the model is."""
         is_known = self.config.server_config.max_request_bytes is not None or self.max_model_len is not None
         return self.max_request_bytes if is_known else _MOST_BODY_LIMIT
 
@@ -444,10 +444,6 @@ class Frontend:
             f"the model of this server {what}; this endpoint needs one that is served to {needed} (--task {tasks[0]})",
             param="model",
         )
-
-    def adapter_of(self, name: str) -> int:
-        """Return the number of the LoRA adapter `name`; 0 if the name is the model's own."""
-        return self.adapters.number_of(name)
 
 
 _VOCABULARIES = ("tokenizer.model", "tiktoken.model", "hy.tiktoken", "tekken.json", "vocab.json", "merges.txt")

@@ -192,7 +192,7 @@ class Models:
     @property
     def names_may_change(self) -> bool:
         """Whether adapters may be loaded while the server runs."""
-        return any(frontend.config.server_config.lora_directories for frontend in self.all)
+        return any(frontend.config.server_config.lora_directories for frontend in self.frontends)
 
     @property
     def has_budget(self) -> bool:
@@ -200,8 +200,8 @@ class Models:
         return self._budget is not None
 
     @property
-    def all(self) -> list[Frontend]:
-        """Return the front ends of all models, loaded or not."""
+    def frontends(self) -> list[Frontend]:
+        """The front ends of all models, loaded or not."""
         return [entry.frontend for entry in self._entries]
 
     def named(self, name: str | None) -> Frontend:
@@ -243,29 +243,29 @@ class Models:
     def check_open(self) -> None:
         """Raise `NotReady` unless a model accepts requests, or can be loaded for them."""
         self._check_started()
-        if not any(not entry.is_open and not entry.frontend.is_asleep for entry in self._entries):
-            self._first_of(Frontend.check_loaded)
+        if all(entry.is_open or entry.frontend.is_asleep for entry in self._entries):
+            self._require_one(Frontend.check_loaded)
 
     def check_ready(self) -> None:
         """Raise `NotReady` unless the server is ready: a loaded model serves requests, or no model is loaded."""
         self._check_started()
         if any(entry.is_open for entry in self._entries):
-            self._first_of(Frontend.check_ready)
+            self._require_one(Frontend.check_ready)
 
     @property
     def max_request_bytes(self) -> int:
         """Largest request body in bytes, for any model: a body is read before its model is known."""
-        return max(frontend.max_request_bytes for frontend in self.all)
+        return max(frontend.max_request_bytes for frontend in self.frontends)
 
     @property
-    def most_request_bytes(self) -> int:
+    def max_request_bytes_once_loaded(self) -> int:
         """Largest request body in bytes once all models are loaded: a batch may be read before its model is."""
-        return max(frontend.most_request_bytes for frontend in self.all)
+        return max(frontend.max_request_bytes_once_loaded for frontend in self.frontends)
 
     @property
     def num_live(self) -> int:
         """Number of live sequences of all models."""
-        return sum(frontend.hub.num_live for frontend in self.all)
+        return sum(frontend.hub.num_live for frontend in self.frontends)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -358,7 +358,7 @@ class Models:
         try:
             while parties := entry.waiting_parties:
                 async with self._room:
-                    if self._is_next(entry, parties) and await self._has_made_room(entry, parties, leaving):
+                    if self._is_turn_of(parties) and await self._has_made_room(entry, parties, leaving):
                         entry.is_resident = True
                         self._take_turn(parties)
                         return True
@@ -372,7 +372,7 @@ class Models:
                 elif each.waiting:
                     self._start_loading(each)
 
-    def _is_next(self, entry: _Entry, parties: set[str]) -> bool:
+    def _is_turn_of(self, parties: set[str]) -> bool:
         """Return whether it is the turn of `parties`: since their last load, every other waiting party had a load."""
         own = min(self._turns.get(party, 0) for party in parties)
         rivals = (each for each in self._entries if each.loading is not None and not each.is_resident)
@@ -447,7 +447,7 @@ class Models:
 
     def _has_other(self, name: str, number: int) -> bool:
         """Return whether another model than number `number` has the name."""
-        return any(name in frontend.model_names for index, frontend in enumerate(self.all) if index != number)
+        return any(name in frontend.model_names for index, frontend in enumerate(self.frontends) if index != number)
 
     def _check_started(self) -> None:
         if self._is_closing:
@@ -458,8 +458,8 @@ class Models:
                     entry.frontend.check_loaded()
             raise NotReady("the models are still loading; try again in a moment")
 
-    def _first_of(self, check: Callable[[Frontend], object]) -> None:
-        """Raise the error that `check` raises for the first open model, unless `check` passes for any open model."""
+    def _require_one(self, check: Callable[[Frontend], object]) -> None:
+        """Check that `check` passes for an open model. Raises the error that it raises for the first one."""
         errors = []
         for entry in self._entries:
             if entry.is_open:

@@ -157,7 +157,7 @@ async def reading(request: Request, model: type[Model], limits: ServerConfig) ->
     _check_media_type(request)
     _check_encoding(request.headers.get("content-encoding"))
     models = Models.of(request.app)
-    max_bytes = models.most_request_bytes
+    max_bytes = models.max_request_bytes_once_loaded
     body = await read_body(request, max_bytes)
 
     def parse() -> Model:
@@ -630,7 +630,7 @@ def new_sequences(
         owner=owner.party,
         weight=owner.weight,
         priority=request.priority,
-        adapter=frontend.adapter_of(request.model),
+        adapter=frontend.adapters.number_of(request.model),
         arrival_time=arrival_time,
         visible_token_ids=visible_token_ids,
     )

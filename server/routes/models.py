@@ -28,7 +28,7 @@ _MAX_PAGE = 1000
 @endpoints.get("/v1/models", ModelList)
 async def list_models(http: Request) -> Response:
     """List the names of all models and adapters, including models that are not loaded."""
-    served = [(name, frontend) for frontend in Models.of(http.app).all for name in frontend.model_names]
+    served = [(name, frontend) for frontend in Models.of(http.app).frontends for name in frontend.model_names]
     if speaks_anthropic(http.scope):
         return as_json(_page(http, [_model_info(*each) for each in served]))
     catalog = [_catalog_model(name, priority, frontend) for priority, (name, frontend) in enumerate(served)]
@@ -88,7 +88,7 @@ def _catalog_model(name: str, priority: int, frontend: Frontend) -> CatalogModel
 
 
 def _model(name: str, frontend: Frontend) -> Model:
-    parent = frontend.model_names[0] if frontend.adapter_of(name) else None
+    parent = frontend.model_names[0] if frontend.adapters.number_of(name) else None
     return Model(id=name, created=frontend.created, max_model_len=frontend.max_model_len, parent=parent)
 
 

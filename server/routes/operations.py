@@ -99,7 +99,7 @@ async def unload(http: Request) -> Response:
     models = Models.of(http.app)
     request = await read_request(http, UnloadAdapterRequest, models.config.server_config)
     models.check_open()
-    owning = (each for each in models.all if each.adapters.number_of(request.lora_name))
+    owning = (each for each in models.frontends if each.adapters.number_of(request.lora_name))
     await next(owning, models.named(None)).adapters.unload(request.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 

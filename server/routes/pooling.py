@@ -86,7 +86,7 @@ class _Call:
         if num_prompts > MAX_SEQUENCES:
             raise BadRequest(f"the request has {num_prompts} prompts; it may have at most {MAX_SEQUENCES}")
         salt = prefix_salt(request.cache_salt, None if frontend.shares_prefix_cache else owner.prefix_domain)
-        adapter = frontend.adapter_of(request.model)
+        adapter = frontend.adapters.number_of(request.model)
 
         def create() -> list[NewSequence]:
             prompts = tokenize()

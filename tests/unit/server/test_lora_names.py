@@ -68,7 +68,7 @@ def test_a_served_name_leaves_the_models_path_free() -> None:
 def test_a_models_name_chooses_its_adapter() -> None:
     front = frontend()
     assert front.model_names == ("/m", "one", "team/two")
-    assert [front.adapter_of(name) for name in front.model_names] == [0, 1, 2]
+    assert [front.adapters.number_of(name) for name in front.model_names] == [0, 1, 2]
     for name in front.model_names:
         front.check_model(name)
     with pytest.raises(ModelNotFound, match="model is 'three', which this server does not serve; use /m or one or"):

@@ -56,7 +56,7 @@ def sequences(
         loaded=SimpleNamespace(processor=processor),
         hub=SimpleNamespace(new_ids=lambda count: range(7, 7 + count)),
         shares_prefix_cache=shares_prefix_cache,
-        adapter_of={"m": 0, "adapted": 2}.__getitem__,
+        adapters=SimpleNamespace(number_of={"m": 0, "adapted": 2}.__getitem__),
     )
     request = validate({"model": "m", "prompt": "def", **fields}, CompletionRequest, allow_unknown=False)
     prompt = processor.check([5, 6, 7], SamplingParams(**params or {}), clip_max_tokens=True)
@@ -288,7 +288,7 @@ async def test_many_pairs_to_score_are_tokenised_in_a_thread(
             jobs=jobs,
             max_request_bytes=10**6,
             shares_prefix_cache=True,
-            adapter_of=lambda _: 0,
+            adapters=SimpleNamespace(number_of=lambda _: 0),
             config=None,
         ),
     )
