@@ -25,16 +25,8 @@ from server.access_log import RequestFacts, facts_of
 from server.errors import ApiError, BadRequest, EngineError, Overloaded, RequestTimeout, SlowReader
 from server.limits.owners import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
-from server.streaming.hub import (
-    Consumer,
-    DeltaStream,
-    Hub,
-    WholeResult,
-    bytes_of_logprobs,
-    logprob_bytes,
-    num_logprobs,
-)
-from server.streaming.logprob_room import HeldLogprobs
+from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
+from server.streaming.logprob_room import HeldLogprobs, bytes_for_logprobs, num_logprob_bytes, num_logprobs
 from server.streaming.resumable import ResumableStreams
 from server.streaming.sse import PIECE_BYTES, EventStream, Renderer, encode, in_slices, json_response, while_connected
 
@@ -93,7 +85,8 @@ class Generation:
         self._num_choices = best_of or n
         self._num_answered = n
         self._prompt_copies = prompt_copies
-        reported = [_num_prompt_logprobs(first.request) for first in sequences[:: self._num_choices]] * prompt_copies
+        firsts = [sequence.request for sequence in sequences[:: self._num_choices]]
+        reported = [_num_prompt_logprobs(first) for first in firsts] * prompt_copies
         most, exception = MAX_PROMPT_LOGPROBS, ""
         if len(reported) > 1:
             most, exception = _MAX_OF_SEVERAL, f" ({MAX_PROMPT_LOGPROBS} for one choice of one prompt)"
@@ -104,7 +97,6 @@ class Generation:
                 "at a time",
                 param="logprobs",
             )
-        firsts = [sequence.request for sequence in sequences[:: self._num_choices]]
         params = firsts[0].sampling_params
         self._prompt_bytes = _PROMPT_TOKEN_BYTES * sum(len(each.prompt_token_ids) for each in firsts)
         self._held_prompt_bytes = 0
@@ -112,7 +104,7 @@ class Generation:
         self._prompt_logprob_bytes = 0
         if (alternatives := params.prompt_logprobs) is not None:
             num_tokens = sum(len(each.prompt_token_ids) for each in firsts)
-            self._prompt_logprob_bytes = logprob_bytes(num_tokens, alternatives)
+            self._prompt_logprob_bytes = bytes_for_logprobs(num_tokens, alternatives)
         self._held: HeldLogprobs | None = None
         """Log probabilities that are counted as the owner's."""
         has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
@@ -227,7 +219,7 @@ class Generation:
                     num_repeated += sum(num_logprobs(delta.logprobs) for delta in deltas.values())
                     if num_repeated > _MAX_REPEATED_LOGPROBS:
                         raise _many_logprobs("stream", _MAX_REPEATED_LOGPROBS)
-                    self._grow(sum(bytes_of_logprobs(delta.logprobs) for delta in deltas.values()))
+                    self._grow(sum(num_logprob_bytes(delta.logprobs) for delta in deltas.values()))
                 if self._may_be_large:
                     # The events that end a choice repeat its log probabilities.
                     num_again = num_repeated if any(delta.finished for delta in deltas.values()) else 0
@@ -340,7 +332,7 @@ class Generation:
             count += num_logprobs(positions)
             if count > _MAX_ANSWER_LOGPROBS:
                 raise _many_logprobs("answer", _MAX_ANSWER_LOGPROBS, ", or for a stream")
-            self._grow(bytes_of_logprobs(positions))
+            self._grow(num_logprob_bytes(positions))
 
         return add
 
@@ -351,7 +343,7 @@ class Generation:
             return self._prompt_logprob_bytes
         num_tokens = sum(each.request.sampling_params.max_tokens for each in self._sequences)
         num_tokens = min(num_tokens, _MAX_ANSWER_LOGPROBS // (1 + alternatives))
-        return self._prompt_logprob_bytes + logprob_bytes(num_tokens, alternatives)
+        return self._prompt_logprob_bytes + bytes_for_logprobs(num_tokens, alternatives)
 
     def _hold_logprobs(self, consumer: Consumer, most_bytes: int) -> None:
         """Count the log probabilities of this answer until `_release_logprobs`. Raises `Overloaded`."""

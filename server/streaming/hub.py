@@ -22,7 +22,7 @@ from server.limits.accounts import Tally
 from server.limits.admission import Admission
 from server.limits.jobs import FairPool
 from server.metrics import Metrics
-from server.streaming.logprob_room import LogprobRoom
+from server.streaming.logprob_room import LogprobRoom, num_logprob_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -227,12 +227,6 @@ def _why_failed(output: RequestOutput) -> ApiError:
 _DELTA_BYTES = 256
 """Bytes of a delta without its text: the object, its list and its token."""
 
-_LOGPROB_BYTES = 256
-"""Bytes of one token's log probability."""
-
-_ALTERNATIVE_BYTES = 80
-"""Bytes of each alternative of a token."""
-
 _MIN_BACKLOG = 8
 """Least backlog in steps for which a client counts as slow, however long the text of a step is."""
 
@@ -335,17 +329,7 @@ class DeltaStream:
 
 def _size(delta: RequestDelta) -> int:
     """Return the approximate bytes of a delta, without prompt log probabilities, which a stream has only once."""
-    return _DELTA_BYTES + sys.getsizeof(delta.text) + bytes_of_logprobs(delta.logprobs)
-
-
-def logprob_bytes(num_tokens: int, num_alternatives: int) -> int:
-    """Return the approximate bytes of the log probabilities of some tokens and their alternatives."""
-    return num_tokens * (_LOGPROB_BYTES + _ALTERNATIVE_BYTES * num_alternatives)
-
-
-def bytes_of_logprobs(positions: Sequence[TokenLogprobs] | None) -> int:
-    """Return the approximate bytes of these log probabilities."""
-    return logprob_bytes(len(positions), len(positions[0].top_ids)) if positions else 0
+    return _DELTA_BYTES + sys.getsizeof(delta.text) + num_logprob_bytes(delta.logprobs)
 
 
 def _merged(deltas: Sequence[RequestDelta]) -> RequestDelta:
@@ -400,8 +384,3 @@ class WholeResult:
     async def wait(self) -> None:
         """Wait for the end of the last sequence. Raises the error that `fail` was given."""
         await self._done
-
-
-def num_logprobs(positions: Sequence[TokenLogprobs] | None) -> int:
-    """Return the number of log probabilities, of tokens and their alternatives."""
-    return len(positions) * (1 + len(positions[0].top_ids)) if positions else 0

@@ -1,4 +1,4 @@
-"""`LogprobRoom`: bounds the memory for the log probabilities of answers that are not complete.
+"""`LogprobRoom`: bounds the memory for the log probabilities of answers that are not complete. Functions count them.
 
 All answers of an owner run until the owner holds its equal part of three quarters of the bound and all owners together
 hold more than these three quarters. Then further answers of the owner are refused, and only its oldest answers run, as
@@ -10,9 +10,10 @@ answer is expected to grow to twice its present size, and is given a new expecte
 bound is kept for the oldest answer, which always runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.messages import TokenLogprobs
 from server.errors import ApiError, Overloaded
 from server.limits.accounts import Accounts
 
@@ -21,6 +22,24 @@ MAX_LOGPROB_BYTES = 2**29
 is ended when one of the owner's grows."""
 
 _RETRY_SECONDS = 1.0
+
+_TOKEN_BYTES, _ALTERNATIVE_BYTES = 256, 80
+"""Bytes of one token's log probability, and of each alternative's."""
+
+
+def num_logprobs(positions: Sequence[TokenLogprobs] | None) -> int:
+    """Return the number of log probabilities, of tokens and their alternatives."""
+    return len(positions) * (1 + len(positions[0].top_ids)) if positions else 0
+
+
+def num_logprob_bytes(positions: Sequence[TokenLogprobs] | None) -> int:
+    """Return the approximate bytes of these log probabilities."""
+    return bytes_for_logprobs(len(positions), len(positions[0].top_ids)) if positions else 0
+
+
+def bytes_for_logprobs(num_tokens: int, num_alternatives: int) -> int:
+    """Return the approximate bytes of the log probabilities of so many tokens, each with its alternatives."""
+    return num_tokens * (_TOKEN_BYTES + _ALTERNATIVE_BYTES * num_alternatives)
 
 
 @dataclass(eq=False, slots=True)
