@@ -26,16 +26,14 @@ _STREAM_BYTES = 1024
 """Bytes of a stream in addition to its events."""
 _MAX_ID = 200
 
-_CONNECTED: Literal["resumable_stream_bytes"] = "resumable_stream_bytes"
-
 _MAX_CONNECTED_BYTES = 2**29
 """Bytes of all streams with a client, beyond which owners that hold their equal part store `_LEAST_BYTES` each."""
 
 _LEAST_BYTES = 2**16
 """Bytes of a stream that are stored in any case."""
 
-
 _Resource = Literal["resumable_stream_bytes", "held_stream_bytes"]
+"""The counted bytes of streams with a client, and of those without one."""
 
 
 class StreamNotFound(BadRequest):
@@ -67,21 +65,16 @@ class _Stream:
         self._on_change = on_change
         self._max_bytes = max_bytes
         self._events: deque[bytes] = deque()
-        self._first = 0
+        self.first = 0
         """Number of the first stored event."""
         self._num_taken = 0
         """1 + the number of the last event that a reader has taken."""
         self._changed = asyncio.Event()
 
     @property
-    def first(self) -> int:
-        """Number of the first stored event."""
-        return self._first
-
-    @property
     def end(self) -> int:
         """1 + the number of the last stored event."""
-        return self._first + len(self._events)
+        return self.first + len(self._events)
 
     async def fill(self, answer: AsyncGenerator[bytes, None]) -> None:
         """Store the events of `answer` as they are generated. Waits while the events that no client took fill the
@@ -99,15 +92,15 @@ class _Stream:
             self._wake()
             while not self._drop_taken():
                 self._on_change(self)
-                await self._wait()
+                await self._changed.wait()
             self._on_change(self)
 
     def _drop_taken(self) -> bool:
         """Drop the oldest taken events beyond the bound. Returns whether the rest is within the bound."""
         max_bytes = self._max_bytes()
-        while self.num_bytes > max_bytes and self._first < self._num_taken:
+        while self.num_bytes > max_bytes and self.first < self._num_taken:
             self.num_bytes -= len(self._events.popleft()) + _EVENT_BYTES
-            self._first += 1
+            self.first += 1
         return self.num_bytes <= max_bytes
 
     def complete(self) -> None:
@@ -119,9 +112,9 @@ class _Stream:
         """Yield the events from number `start` to the last one, or until another reader takes over."""
         while self.reader is reader:
             if start < self.end:
-                taken = [self._events[start - self._first]]
+                taken = [self._events[start - self.first]]
                 num_bytes = len(taken[0])
-                for event in itertools.islice(self._events, start - self._first + 1, None):
+                for event in itertools.islice(self._events, start - self.first + 1, None):
                     num_bytes += len(event)
                     if num_bytes > PIECE_BYTES:
                         break
@@ -137,14 +130,11 @@ class _Stream:
             elif self.is_complete:
                 return
             else:
-                await self._wait()
+                await self._changed.wait()
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    async def _wait(self) -> None:
-        await self._changed.wait()
 
     def take_over(self, reader: object, start: int) -> None:
         """Make `reader` the reader of the stream, from event `start`."""
@@ -244,7 +234,7 @@ class ResumableStreams:
 
     def _limit(self, owner: Owner) -> int:
         """Return how many bytes of a stream of the owner may be stored now."""
-        is_crowded = self._accounts.is_crowded_by(owner.party, _CONNECTED, _MAX_CONNECTED_BYTES)
+        is_crowded = self._accounts.is_crowded_by(owner.party, "resumable_stream_bytes", _MAX_CONNECTED_BYTES)
         return _LEAST_BYTES if is_crowded else self._max_bytes
 
     def _count(self, stream: _Stream) -> None:
