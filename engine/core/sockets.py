@@ -115,7 +115,8 @@ class CoreSockets:
         self._grammars: GrammarQueue | None = None
         self._on_sequence: Callable[[Sequence], object] | None = None
         self._context = zmq.Context()
-        self._call: FrontEndConnection | None = None
+        self._remote: FrontEndConnection | None = None
+        """The connection to a front end on another host."""
         self._writer: MessageWriter | None = None
         self._output: zmq.Socket[bytes] | None = None
         if front_end is None:
@@ -128,10 +129,10 @@ class CoreSockets:
             self._input.connect(input_address)
         else:
             # Imported here, because cores on the front end's host do not need it.
-            from engine.distributed import remote_core as core_call
+            from engine.distributed import remote_core
 
-            self._call = core_call.FrontEndConnection(self._context, front_end, timeout)
-            self._input, self._output = self._call.input, self._call.output
+            self._remote = remote_core.FrontEndConnection(self._context, front_end, timeout)
+            self._input, self._output = self._remote.input, self._remote.output
             self._output.setsockopt(zmq.LINGER, _LINGER_MS)
             self.output_queue = OutputQueue(functools.partial(self._output.send, flags=zmq.NOBLOCK))
         self._input.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -141,8 +142,8 @@ class CoreSockets:
 
     def watch(self, on_lost: Callable[[str], object]) -> None:
         """Register `on_lost`, which another thread calls when a front end on another host is lost."""
-        if self._call is not None:
-            self._call.watch(on_lost)
+        if self._remote is not None:
+            self._remote.watch(on_lost)
 
     def serve(self, matchers: Matchers, on_sequence: Callable[[Sequence], object]) -> None:
         """Begin to accept requests with a grammar. Another thread calls `on_sequence` after each new sequence.
@@ -180,8 +181,8 @@ class CoreSockets:
 
     def close(self) -> None:
         """Close both sockets when all messages have been sent."""
-        if self._call is not None:
-            self._call.close()
+        if self._remote is not None:
+            self._remote.close()
         self.output_queue.close()
         if self._writer is not None:
             self._writer.flush(_LINGER_MS / 1e3)
@@ -193,7 +194,7 @@ class CoreSockets:
         if isinstance(message, AddRequest):
             # Created in this thread, so that the arrival time does not include the rest of the running step. The clock
             # of a front end on another host is unknown; then times count from the receipt.
-            sent_time = message.sent_time if self._call is None else None
+            sent_time = message.sent_time if self._remote is None else None
             seq = Sequence.from_request(message, self._block_size, sent_time=sent_time)
             if seq.sampling_params.grammar is None:
                 self._queue(seq)

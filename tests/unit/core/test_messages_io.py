@@ -113,7 +113,7 @@ def test_times_count_from_when_a_front_end_on_this_host_sent_the_request(wire: S
 
 
 def test_times_count_from_the_receipt_where_the_front_end_has_another_clock(wire: SimpleNamespace) -> None:
-    wire.core._call = SimpleNamespace(close=lambda: None)
+    wire.core._remote = SimpleNamespace(close=lambda: None)
     before = time.monotonic()
     wire.send(encode(AddRequest(7, [1], SamplingParams(), sent_time=1e12)))
     assert before <= wire.take().sent_time <= time.monotonic()
