@@ -64,8 +64,6 @@ _log = logging.getLogger(__name__)
 _MOST_INTERPOSED_TOKENS = 512
 """The most tokens of a step that is computed while another step is paused; bounds the memory of its pass."""
 
-_NO_TOKENS = np.zeros(0, dtype=np.int64)
-
 
 class ModelRunner:
     """The model, its KV cache, and the rows of the running sequences on one device."""
@@ -372,8 +370,7 @@ class ModelRunner:
             result = self.run_model(inputs, on_device, batch.prompt_spans)
             if self.parallel.rank:
                 if self.drafts is not None:
-                    by_shard = self._chooses_by_shard
-                    self.drafts.draft(batch, inputs, _NO_TOKENS, result.drafted_from, by_shard=by_shard)
+                    self.drafts.draft(batch, inputs, None, result.drafted_from, by_shard=self._chooses_by_shard)
                 return ScheduledBatchOutput({})
             output = self.postprocess(batch, inputs, result.logits, result.drafted_from)
             output.prompt_logprobs = result.prompt_logprobs
@@ -680,7 +677,7 @@ class ModelRunner:
             result = self.run_model(inputs, on_device, batch.prompt_spans)
             by_shard = self._chooses_by_shard
             if self.drafts is not None and not message.is_deferred:
-                self.drafts.draft(batch, inputs, _NO_TOKENS, result.drafted_from, by_shard=by_shard)
+                self.drafts.draft(batch, inputs, None, result.drafted_from, by_shard=by_shard)
                 return
             self._followed[message.number] = inputs, message.num_next_drafts if message.drafts_on_device else None
             if not message.is_deferred:

@@ -189,16 +189,16 @@ class StepDrafts:
         self,
         batch: StepRows,
         inputs: StepInputs,
-        token_ids: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.int64] | None,
         states: torch.Tensor | None,
         *,
         by_shard: bool,
     ) -> tuple[npt.NDArray[np.int64] | None, list[list[int]]]:
-        """Store a step's sampled tokens on all ranks, and draft for each of its rows. # token_ids [S] on rank 0
+        """Store a step's sampled tokens on all ranks, and draft for each of its rows. # token_ids [S]
 
-        Returns the result of `store_tokens` and the drafts.
+        `token_ids`: None except on rank 0. Returns the result of `store_tokens` and the drafts.
         """
-        if self._parallel.rank:
+        if token_ids is None:
             token_ids = np.zeros(len(inputs.sampled_rows), dtype=np.int64)
         token_ids = self.drafter.share(token_ids)
         accepted = self._input_batch.store_tokens(inputs, token_ids)
