@@ -179,9 +179,9 @@ class NotReady(ApiError):
     status = 503
     code = "not_ready"
 
-    def __init__(self, message: str, *, param: str | None = None, retry_seconds: float = 1) -> None:
+    def __init__(self, message: str, *, retry_seconds: float = 1) -> None:
         """`retry_seconds` is the time after which the client may retry."""
-        super().__init__(message, param=param)
+        super().__init__(message)
         self.headers = {"Retry-After": str(math.ceil(retry_seconds))}
 
 

@@ -280,11 +280,11 @@ class RankSteps:
         while self.is_open(number):
             self._close_oldest()
 
-    def abandon(self, number: int, error: BaseException, *, is_computed: bool = False) -> None:
+    def abandon(self, number: int, error: BaseException) -> None:
         """Leave the newest step, which raised here, on all ranks. No effect if it has ended.
 
-        `is_computed`: whether this rank has completed the step's collectives. Raises `RankStepError` if another rank
-        raised first. Ends this process if a rank stays in a collective that this one has left.
+        Raises `RankStepError` if another rank raised first. Ends this process if a rank stays in a collective that
+        this one has left.
         """
         if not self.is_open(number):
             return
@@ -302,7 +302,7 @@ class RankSteps:
         self._early += taken
         self._open.pop()
         failures = self._early.pop()
-        if not can_leave and not is_computed and "" in failures:
+        if not can_leave and "" in failures:
             # Its report says that its part is enqueued; there it waits for this rank's part.
             rank = self._others[failures.index("")]
             self._fail(f"{_raised(error)}, and rank {rank} cannot leave the step's collectives")

@@ -210,8 +210,9 @@ def require_divisor(fields: Fields, name: str, value: int, whole_name: str, whol
         raise fields.invalid(name, f"a divisor of {whole_name}, {whole}")
 
 
-def dt_limits(fields: Fields, name: str = "time_step_limit") -> tuple[float, float]:
+def dt_limits(fields: Fields) -> tuple[float, float]:
     """Read the limits of time steps in config.json; the upper limit may be infinite."""
+    name = "time_step_limit"
     value = fields.values.get(name)
     if value is None:
         return 0.0, float("inf")

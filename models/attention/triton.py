@@ -328,7 +328,7 @@ def _make_plan(metadata: TritonMetaData, kv_b: torch.Tensor, rope: int, nope: in
     for row in range(decodes, len(queries)):
         count, length = queries[row], contexts[row]
         is_sparse = top_k is not None and length > top_k
-        if is_sparse or _absorbing_is_cheaper(count, length, width, rank, rope, nope):
+        if is_sparse or _absorbing_is_cheaper(count, length, width, rank, rope):
             absorbed.append((slice(first, first + count), length))
         else:
             for start in range(0, length, most):
@@ -354,7 +354,7 @@ def _launch(pieces: list[tuple[int, Piece, int]], device: torch.device) -> _Laun
     return _Launch(uploaded, keys, max(piece.num_queries for _, piece, _ in pieces))
 
 
-def _absorbing_is_cheaper(count: int, length: int, width: int, rank: int, rope: int, nope: int) -> bool:
+def _absorbing_is_cheaper(count: int, length: int, width: int, rank: int, rope: int) -> bool:
     """Whether absorbing `count` queries takes fewer multiplications than expanding `length` latents."""
     absorbed = count * (width * rank + length * (2 * rank + rope))
     expanded = length * (width * rank + count * (width + rope))

@@ -177,21 +177,19 @@ def make_step(
     query_starts: torch.Tensor,
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
-    input_ids: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
     state_slots: torch.Tensor | None = None,
     states_after: torch.Tensor | None = None,
 ) -> Step:
-    """Build a `Step` that points to these arrays and keeps them alive.
+    """Build a `Step` that points to these arrays and keeps them alive; a recorded pass adds token ids and positions.
 
-    # [T] int64, [B + 1], [B], [B, max_blocks] int32, 2 x [T] int64, [B] int64, [T] int64
+    # [T] int64, [B + 1], [B], [B, max_blocks] int32, [B] int64, [T] int64
     """
     assert block_tables.is_contiguous()
     step = Step(
         len(slots),
         len(seq_lens),
-        pointer(input_ids),
-        pointer(positions),
+        None,
+        None,
         slots.data_ptr(),
         query_starts.data_ptr(),
         seq_lens.data_ptr(),
@@ -200,5 +198,5 @@ def make_step(
         pointer(state_slots),
         pointer(states_after),
     )
-    step.kept = slots, query_starts, seq_lens, block_tables, input_ids, positions, state_slots, states_after
+    step.kept = slots, query_starts, seq_lens, block_tables, state_slots, states_after
     return step
