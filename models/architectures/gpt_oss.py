@@ -83,7 +83,7 @@ class GptOssExperts(FusedMoE):
     and up interleaved (Quark), or `experts.3.gate_proj` and `experts.3.up_proj` (llm-compressor).
     """
 
-    is_stacked_alike = False
+    has_plain_stacks = False
 
     def _sources(self, parts: dict[str, str], stacked: str, kind: str) -> tuple[SourceNames, ...]:
         apart, stack = super()._sources(parts, stacked, kind)

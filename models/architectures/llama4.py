@@ -60,7 +60,7 @@ class Llama4Attention(LlamaAttention):
 class Llama4Experts(FusedMoE):
     """Experts stored as stacks [experts, in_features, out_features], or one by one as linear layers."""
 
-    is_stacked_alike = False
+    has_plain_stacks = False
 
     def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
         super()._load_gate_up(parameter, loaded.transpose(1, 2) if is_stacked(shard) else loaded, shard)

@@ -106,19 +106,19 @@ def leave_sum_open(layer: nn.Module) -> None:
     last.reduces = False
 
 
-_STACKED, _STACKED_OTHERWISE = "stacked", "stacked, in another layout"
+_PLAIN_STACK, _OTHER_STACK = "stacked", "stacked, in another layout"
 GATE, UP, DOWN = "gate", "up", "down"
 """Projections of one expert, in a weight part."""
 
 
 def is_stacked(part: WeightPart) -> bool:
     """Whether a tensor of the checkpoint holds all experts of a layer."""
-    return part in (_STACKED, _STACKED_OTHERWISE)
+    return part in (_PLAIN_STACK, _OTHER_STACK)
 
 
-def is_stacked_alike(part: WeightPart) -> bool:
+def is_plain_stack(part: WeightPart) -> bool:
     """Whether a tensor holds all experts of a layer, each in the layout of checkpoints that are not stacked."""
-    return part == _STACKED
+    return part == _PLAIN_STACK
 
 
 class Routed(NamedTuple):
@@ -218,7 +218,7 @@ class FusedMoE(nn.Module):
     observer: Callable[[ExpertRow], None] | None = None
     """Called in each pass with the `ExpertRow` of one token, unless replicas exchange tokens or aiter computes the
     layer."""
-    is_stacked_alike: ClassVar[bool] = True
+    has_plain_stacks: ClassVar[bool] = True
     """Whether a stack holds each expert's tensors contiguously, in the layout of checkpoints that are not stacked."""
 
     def __init__(
@@ -615,7 +615,7 @@ class FusedMoE(nn.Module):
             for expert in range(self.num_experts)
             for name, part in parts.items()
         }
-        return each, {stacked: _STACKED if self.is_stacked_alike else _STACKED_OTHERWISE}
+        return each, {stacked: _PLAIN_STACK if self.has_plain_stacks else _OTHER_STACK}
 
     def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
         """Load the rank's rows of gate, where there are gates, then of up."""

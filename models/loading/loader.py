@@ -30,7 +30,7 @@ from models.layers.attention import Attention
 from models.layers.base import CausalLM, DraftLM
 from models.layers.linear import ParallelLinear, VocabParallelEmbedding, can_pack, pack_filled_products
 from models.layers.mla import MLAAttention
-from models.layers.moe import FusedMoE, is_stacked_alike
+from models.layers.moe import FusedMoE, is_plain_stack
 from models.layers.parameter import (
     SourceNames,
     WeightPart,
@@ -518,7 +518,7 @@ def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[Sour
 def expert_names(wanted: Mapping[str, Target], stack: str) -> ExpertNames:
     """Return the names of the single experts' tensors that the stacked tensor `stack` replaces; empty if it is no
     stack, or if its experts are in another layout than alone."""
-    rivals = wanted[stack].rivals if stack in wanted and is_stacked_alike(wanted[stack].shard) else ()
+    rivals = wanted[stack].rivals if stack in wanted and is_plain_stack(wanted[stack].shard) else ()
     return {shard: name for name in rivals if name in wanted and isinstance(shard := wanted[name].shard, tuple)}
 
 

@@ -106,7 +106,7 @@ class _Plan:
             )
         with default_dtype(torch.bfloat16), products_without_memory():
             model = make_model(config)
-        if any(not each.is_stacked_alike for each in model.modules() if isinstance(each, FusedMoE)):
+        if any(not each.has_plain_stacks for each in model.modules() if isinstance(each, FusedMoE)):
             raise CheckpointError(
                 f"{config.architecture} of {source} has its experts in stacks whose inputs come before their outputs, "
                 "which are not rounded; serve it with --quantization, or a checkpoint that its publisher has quantised"
