@@ -130,7 +130,7 @@ class Drafts:
         if self._match_lengths is not None:
             for seq in seqs:
                 is_unknown = seq.matcher is not None and seq.num_placeholder
-                count = 0 if is_suspended or is_unknown else self._limit(seq, seq.num_useful_drafts)
+                count = 0 if is_suspended or is_unknown else min(self.plan.limit(seq), seq.num_useful_drafts)
                 drafts = self._looked_up(seq, count, self._match_lengths) if count else []
                 if drafts and seq.matcher is not None:
                     drafts = drafts[: seq.matcher.count_allowed(drafts)]
@@ -184,9 +184,6 @@ class Drafts:
         if not self._drafts_by_model:
             return None
         return [] if self.pause_left or self.plan.is_stopped else [0] * num_rows
-
-    def _limit(self, seq: Sequence, num_useful: int) -> int:
-        return min(self.plan.limit(seq), num_useful) if num_useful > 0 else 0
 
     def _looked_up(self, seq: Sequence, count: int, match_lengths: tuple[int, int]) -> list[int]:
         lookup = self._lookups.get(seq.id)

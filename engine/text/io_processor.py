@@ -168,6 +168,8 @@ class InputOutputProcessor:
         self._vocab_size = model.vocab_size
         self._context = model.max_model_len
         self._cache = model.block_size * model.num_kvcache_blocks
+        self._longest = min(self._context, self._cache)
+        """Most tokens of a prompt and its completion together."""
 
     def preprocess(
         self,
@@ -211,7 +213,7 @@ class InputOutputProcessor:
                 f"after a prompt of {len(token_ids)} tokens; lower {field} or shorten the prompt",
                 field,
                 len(token_ids),
-                min(self._context, self._cache),
+                self._longest,
                 value,
             )
         return CheckedPrompt(token_ids, params, min(params.max_tokens, room))
@@ -300,7 +302,7 @@ class InputOutputProcessor:
 
     def longest_prompt(self, completion_tokens: int = 0) -> int:
         """Return the length of the longest prompt that leaves room for `completion_tokens`; at least 1."""
-        return max(1, min(self._context, self._cache) - completion_tokens)
+        return max(1, self._longest - completion_tokens)
 
     def render_chat(
         self,
@@ -355,7 +357,7 @@ class InputOutputProcessor:
     def check_length(self, num_characters: int) -> None:
         """Raise if a text of `num_characters` characters is too long for any tokenisation. This avoids tokenising
         megabytes, which takes seconds and 200 bytes per token."""
-        if num_characters > min(self._context, self._cache):
+        if num_characters > self._longest:
             self._room(-(-num_characters // self.tokenizer.longest_token), 0, "at least ")
 
     def _check_token_ids(self, token_ids: Iterable[int], field: str) -> None:
@@ -376,15 +378,15 @@ class InputOutputProcessor:
         1."""
         if not prompt_tokens:
             raise InvalidRequest("prompt is empty; it must have at least 1 token", "prompt")
-        room = min(self._context, self._cache) - prompt_tokens
+        room = self._longest - prompt_tokens
         if room < least:
             one = " and one generated token" if least else ""
             raise DoesNotFit(
                 f"prompt has {how_exact}{prompt_tokens} tokens, but {self._limit_in_words()}, which leaves room for "
-                f"at most {min(self._context, self._cache) - least}{one}; shorten the prompt",
+                f"at most {self._longest - least}{one}; shorten the prompt",
                 "prompt",
                 prompt_tokens,
-                min(self._context, self._cache) - least,
+                self._longest - least,
             )
         return room
 
