@@ -30,7 +30,7 @@ from engine.distributed.processes import forbid_inspection, name_process
 from engine.text.sandbox import gaps
 from server.access_log import REQUEST_ID
 from server.limits.keys import ApiKeys
-from server.limits.owners import address_of
+from server.limits.owners import is_loopback
 from server.sealing import Seal
 from server.service_manager import ServiceManager
 from server.signals import Signals, end_at_once, interrupt
@@ -261,12 +261,6 @@ def _listen(config: ServerConfig, is_keyless: bool) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise OSError(f"port {port} on {host} is taken; stop what listens there or choose another port") from error
         raise OSError(f"port {port} on {host} cannot be opened: {error.strerror}") from error
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether only this machine reaches the IP address: 127.0.0.0/8, its form mapped to IPv6, and ::1."""
-    ip = address_of(address)
-    return ip is not None and ip.is_loopback
 
 
 def _announce(names: tuple[str, ...], url: str, started: float, is_open: bool, manager: ServiceManager) -> None:

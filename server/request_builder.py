@@ -31,7 +31,7 @@ from server.frontend import Frontend, ServedModel, owner_of
 from server.ignored import ignore
 from server.limits.admission import counted_refusals
 from server.limits.jobs import MANY_OBJECTS, OwnerJobs
-from server.limits.owners import Owner, address_of
+from server.limits.owners import Owner, is_loopback
 from server.models import Models
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.parser import AnswerParser
@@ -197,19 +197,12 @@ def _check_media_type(request: Request) -> None:
     media_type = (content_type or JSON).partition(";")[0].strip().lower()
     if media_type == JSON or (media_type.startswith("application/") and media_type.endswith("+json")):
         return
-    if media_type == _CURLS_DEFAULT and _is_loopback(request) and "origin" not in request.headers:
+    is_local = request.client is None or is_loopback(request.client.host)
+    if media_type == _CURLS_DEFAULT and is_local and "origin" not in request.headers:
         return
     raise UnsupportedMediaType(
         f"Content-Type is {media_type[:_MAX_SHOWN]}; it must be {JSON} (curl: -H 'Content-Type: {JSON}')"
     )
-
-
-def _is_loopback(request: Request) -> bool:
-    """Return whether the client's address is a loopback address."""
-    if request.client is None:
-        return True
-    address = address_of(request.client.host)
-    return address is not None and address.is_loopback
 
 
 def _check_encoding(encoding: str | None) -> None:

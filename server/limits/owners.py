@@ -43,6 +43,12 @@ def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
     return address.ipv4_mapped or ipaddress.IPv6Address(int(address))
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine reaches the IP address: 127.0.0.0/8, its form mapped to IPv6, and ::1."""
+    ip = address_of(address)
+    return ip is not None and ip.is_loopback
+
+
 class Owner(NamedTuple):
     """The party that a request is accounted to: the holder of an API key or, where keys are not needed, an address."""
 
