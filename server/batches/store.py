@@ -39,6 +39,7 @@ from server.schemas.batches import (
     BatchObject,
     BatchStatus,
     FileObject,
+    FilePurpose,
     RequestCounts,
 )
 
@@ -242,7 +243,7 @@ class BatchStore:
                 Path(file.name).unlink(missing_ok=True)
 
     def add_file(
-        self, file: IO[bytes], owner: str, filename: str, purpose: str = "batch", seconds: int | None = None
+        self, file: IO[bytes], owner: str, filename: str, purpose: FilePurpose = "batch", seconds: int | None = None
     ) -> FileObject:
         """Store a written `new_file` for `seconds`, or until it is deleted. Raises `NoRoom`."""
         with self._adding(file, owner, filename, purpose, seconds) as (_, added):
@@ -259,7 +260,7 @@ class BatchStore:
 
     @contextmanager
     def _adding(
-        self, file: IO[bytes], owner: str, filename: str, purpose: str, seconds: int | None
+        self, file: IO[bytes], owner: str, filename: str, purpose: FilePurpose, seconds: int | None
     ) -> Iterator[tuple[sqlite3.Connection, FileObject]]:
         """Store a written `new_file` in a transaction, which ends with the context. Raises `NoRoom`."""
         file.flush()
@@ -271,7 +272,7 @@ class BatchStore:
             bytes=size,
             created_at=now,
             filename=filename,
-            purpose="batch" if purpose == "batch" else "batch_output",
+            purpose=purpose,
             expires_at=None if seconds is None else now + seconds,
         )
         path: Path | None = None
@@ -279,7 +280,7 @@ class BatchStore:
             with self._transaction() as database:
                 # Output files of batches are never refused, since their work is done. The next batch is.
                 if purpose == "batch":
-                    self._check_room(owner, 0, 0, size)
+                    self._check_room(owner, size)
                 database.execute(
                     "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (added.id, owner, now, added.expires_at, size, filename, added.purpose),
@@ -307,7 +308,7 @@ class BatchStore:
                 self._arriving[owner] += num_bytes
                 reserved += num_bytes
                 own, total = self._arriving[owner], self._arriving.total()
-            self._check_room(owner, own - num_bytes, total - num_bytes, num_bytes)
+            self._check_room(owner, num_bytes, own - num_bytes, total - num_bytes)
 
         try:
             yield reserve
@@ -317,9 +318,9 @@ class BatchStore:
                 if not self._arriving[owner]:
                     del self._arriving[owner]
 
-    def _check_room(self, owner: str, arriving: int, all_arriving: int, size: int) -> None:
-        """Raise `NoRoom` unless there is room for `size` more bytes, in addition to stored files and running
-        uploads."""
+    def _check_room(self, owner: str, size: int, arriving: int = 0, all_arriving: int = 0) -> None:
+        """Raise `NoRoom` unless there is room for `size` more bytes, in addition to stored files and the bytes of
+        running uploads: `arriving` of the owner, `all_arriving` of all."""
         self._open()
         [(own, count)], [(total,)] = self._query(_USED, owner), self._query(_ALL_BYTES)
         if count >= MAX_FILES:
@@ -404,7 +405,7 @@ class BatchStore:
     def add_batch(self, batch: BatchObject, owner: str, party: str, output_seconds: int | None) -> None:
         """Store a new batch. Raises `NoRoom`."""
         with self._transaction() as database:
-            self._check_room(owner, 0, 0, 0)
+            self._check_room(owner, 0)
             self._insert_batch(database, batch, owner, party, output_seconds)
 
     def _insert_batch(

@@ -46,6 +46,9 @@ class BatchRequest(RequestModel):
     """By default, the files stay until they are deleted."""
 
 
+FilePurpose: TypeAlias = Literal["batch", "batch_output"]
+
+
 class FileObject(msgspec.Struct, kw_only=True):
     """An uploaded file, or one that a batch wrote."""
 
@@ -54,7 +57,7 @@ class FileObject(msgspec.Struct, kw_only=True):
     bytes: int
     created_at: int
     filename: str
-    purpose: Literal["batch", "batch_output"]
+    purpose: FilePurpose
     status: Literal["processed"] = "processed"
     expires_at: int | None = None
 
