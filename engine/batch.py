@@ -106,6 +106,7 @@ class ScheduledBatch:
         """Number of drafts that a drafter in the worker computes for each row's next step."""
         self.num_rounds = num_rounds
         self._rows = rows
+        self._block_size = rows[0].block_size if rows else 1
         self._slots = [seq.slot for seq in rows]
         self._tables = [seq.block_table for seq in rows]
 
@@ -154,20 +155,18 @@ class ScheduledBatch:
     @property
     def block_tables(self) -> list[list[int]]:
         """Block ids of each row's context, for the rows that have blocks."""
-        size = self._rows[0].block_size if self._rows else 1
-        lengths = (-(-length // size) for length in self.context_lens)
+        lengths = (-(-length // self._block_size) for length in self.context_lens)
         return [table[:length] for table, length in zip(self._tables, lengths, strict=True) if table]
 
     @property
     def last_block_num_tokens(self) -> list[int]:
         """Number of valid tokens in each row's last block after the step. Part of the contract."""
-        size = self._rows[0].block_size if self._rows else 1
-        return [(length - 1) % size + 1 for length in self.context_lens]
+        return [(length - 1) % self._block_size + 1 for length in self.context_lens]
 
     @property
     def written_blocks(self) -> set[int]:
         """Return the blocks to which the step writes keys and values."""
-        size = self._rows[0].block_size if self._rows else 1
+        size = self._block_size
         rows = zip(self._tables, self.num_scheduled_tokens, self.context_lens, strict=True)
         return {table[index] for table, count, end in rows for index in range((end - count) // size, -(-end // size))}
 
