@@ -39,7 +39,7 @@ from server.limits.acceptor import Acceptor
 from server.limits.connections import Connection, Connections
 from server.limits.keys import ApiKeys
 from server.limits.owners import address_of
-from server.limits.turns import RequestTurns, begin_at_once
+from server.limits.turns import HeadTurns, RequestTurns, begin_at_once
 from server.models import Models
 from server.service_manager import ServiceManager
 from server.signals import Signals
@@ -137,6 +137,7 @@ class HttpProtocol(HttpToolsProtocol):
         self,
         *args: Any,
         connection: Connection,
+        heads: HeadTurns,
         turns: RequestTurns,
         keys: ApiKeys,
         probes: Collection[bytes] = (),
@@ -155,6 +156,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._probes = probes
         self._max_request_bytes = max_request_bytes
         self._keys = keys
+        self._heads = heads
         self._turns = turns
         self._has_begun = False
         """Whether a request of the connection has begun."""
@@ -233,7 +235,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         self._connection.received()
-        if len(data) <= _SLICE and not self._unparsed and not self.flow.read_paused:
+        may_parse = not self._unparsed and not self.flow.read_paused and (self._is_in_body or self._heads.may_parse())
+        if len(data) <= _SLICE and may_parse:
             if len(data) <= _HEAD_SLICE:
                 self._parse(data)
                 return
@@ -280,7 +283,8 @@ class HttpProtocol(HttpToolsProtocol):
         must_wait = (self.flow.read_paused or bool(self.pipeline)) and not self._is_discarding
         if self._unparsed and not must_wait and not self._is_parsing_later:
             self._is_parsing_later = True
-            self.loop.call_soon(self._parse_later)
+            (self.loop.call_soon if self._is_in_body else self._heads.parse_later)(self._parse_later)
+        self._connection.has_unparsed = bool(self._unparsed)
         self._set_reading(not must_wait and not self._unparsed and not self._has_ended)
 
     def _set_reading(self, reads: bool) -> None:
@@ -689,13 +693,14 @@ class _Server(uvicorn.Server):
                 server_state=self.server_state,
                 app_state=self.lifespan.state,
                 connection=connection,
+                heads=heads,
                 turns=turns,
                 keys=self._keys,
                 probes=probes,
                 max_request_bytes=self._models.max_request_bytes,
             )
 
-        turns = RequestTurns()
+        heads, turns = HeadTurns(), RequestTurns()
         tls = self._tls
         context = None if tls is None else lambda: tls.context
         self._acceptor = Acceptor(self._listener, self._connections, new_protocol, context)

@@ -201,6 +201,7 @@ class Connection:
         "_unread_since",
         "answer_party",
         "body_party",
+        "has_unparsed",
         "is_exempt",
         "is_open",
         "party",
@@ -222,6 +223,8 @@ class Connection:
         """Time at which its phase began, and time since which it may be closed for others."""
         self._has_begun = False
         """Whether a byte of the head was received."""
+        self.has_unparsed = False
+        """Whether received bytes wait to be parsed."""
         self._is_uncounted = False
         """Whether its request is not counted as served, as a probe, or without an accepted key."""
         self._is_served = False
@@ -387,7 +390,7 @@ class Connection:
             return self._transport is not None and self._transport.get_write_buffer_size() > 0
         if self._phase == "body" and self.body_rate >= max(self._table.limits.body_rate, 1):
             return False
-        return not self._has_unread
+        return not self.has_unparsed and not self._has_unread
 
     @property
     def is_about_to_be_read(self) -> bool:

@@ -47,7 +47,7 @@ from server.limits.accounts import Accounts
 from server.limits.connections import ConnectionLimits, Connections
 from server.limits.keys import ApiKeys
 from server.limits.tokens import TokenVerifier
-from server.limits.turns import RequestTurns
+from server.limits.turns import HeadTurns, RequestTurns
 from server.metrics import Metrics
 from server.parsing import registry
 from server.parsing.answer_format import AnswerFormat
@@ -204,6 +204,7 @@ async def serve(stream: bytes, cuts: int) -> None:
             server_state=ServerState(),
             app_state={},
             connection=connection,
+            heads=HeadTurns(),
             turns=RequestTurns(),
             keys=ApiKeys(),
             probes=(b"/livez",),

@@ -135,6 +135,15 @@ def test_the_oldest_of_the_address_with_the_most_waiting_connections_makes_room(
     assert (len(edge.table), edge.closed("evicted")) == (8, 3)
 
 
+def test_one_whose_bytes_wait_to_be_parsed_makes_no_room(edge: Edge) -> None:
+    late, *others = [edge.connect() for _ in range(4)]
+    late.send()
+    late.connection.has_unparsed = True
+    edge.table.make_room(A)
+    assert not late.is_aborted
+    assert others[0].is_aborted
+
+
 def test_one_whose_bytes_have_just_arrived_makes_no_room(edge: Edge) -> None:
     edge = Edge(LIMITS._replace(per_address=8))
     peers = [edge.connect(A) for _ in range(8)]

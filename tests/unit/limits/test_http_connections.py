@@ -34,7 +34,7 @@ from server.limits.acceptor import Acceptor
 from server.limits.accounts import RESOURCES, Accounts
 from server.limits.connections import Connection, ConnectionLimits, Connections
 from server.limits.keys import ApiKeys
-from server.limits.turns import RequestTurns
+from server.limits.turns import HeadTurns, RequestTurns
 from server.metrics import Metrics
 from server.streaming import sse
 from server.streaming.sse import EventStream
@@ -145,7 +145,7 @@ async def serving(
     settings = uvicorn.Config(application, ws="none", lifespan="off", log_config=None, access_log=False)
     settings.load()
     state = ServerState()
-    clock, turns, keys = [0.0], turns or RequestTurns(), keys or ApiKeys()
+    clock, heads, turns, keys = [0.0], HeadTurns(), turns or RequestTurns(), keys or ApiKeys()
     metrics = Metrics("test")
     connections = Connections(limits, Accounts(), metrics, lambda: time.monotonic() + clock[0])
 
@@ -155,6 +155,7 @@ async def serving(
             server_state=state,
             app_state={},
             connection=connection,
+            heads=heads,
             turns=turns,
             keys=keys,
             probes=(b"/livez",),
@@ -447,6 +448,25 @@ async def test_a_probe_on_a_new_connection_takes_no_turn() -> None:
         turns.end.set()
         assert b"200 OK" in await first.until(b"\r\n")
         await until(lambda: edge.application.paths == ["/livez", "/x", "/livez"])
+
+
+@run
+async def test_few_of_the_heads_that_end_at_once_are_parsed_in_a_round() -> None:
+    """Else a thousand connections without a key would hold up all others for half a second."""
+    async with serving(LIMITS._replace(connections=200, per_address=200)) as edge:
+        with contextlib.ExitStack() as opened:
+            flood = [opened.enter_context(socket.create_connection(("127.0.0.1", edge.port))) for _ in range(100)]
+            for client in flood:
+                client.sendall(PROBE[:-1])
+            await until(lambda: all_begun(edge, len(flood)))
+            for client in flood:
+                client.sendall(PROBE[-1:])
+            numbers, before = list[int](), 0
+            while before < len(flood):
+                await asyncio.sleep(0)
+                numbers.append(edge.application.num_requests - before)
+                before += numbers[-1]
+            assert max(numbers) <= 64
 
 
 @run
