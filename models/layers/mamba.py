@@ -52,7 +52,7 @@ class MambaMixer(nn.Module):
 
     def __init__(self, layer_name: str, shape: MambaShape, parallel: TensorParallel) -> None:
         super().__init__()
-        self.layer_name, self.shape, self.parallel = layer_name, shape, parallel
+        self.layer_name, self.shape = layer_name, shape
         whole, size = shape.channels, shape.state_size
         local = parallel.share(whole, "the number of channels of Mamba layers")
         first = parallel.rank * local

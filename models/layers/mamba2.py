@@ -73,7 +73,7 @@ class Mamba2Mixer(nn.Module):
         parallel: TensorParallel,
     ) -> None:
         super().__init__()
-        self.layer_name, self.parallel, self.options = layer_name, parallel, options
+        self.layer_name, self.options = layer_name, options
         heads, dim, groups, state = shape.num_heads, shape.head_dim, shape.num_groups, shape.state_size
         self.num_heads = parallel.share(heads, "the number of heads of Mamba layers")
         self.head_dim, self.state_size = dim, state
