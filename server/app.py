@@ -38,15 +38,16 @@ def create_app(
     keys: ApiKeys | None = None,
     tracing: Tracing | None = None,
     read_config: Callable[[], Config] | None = None,
-    several: ModelList | None = None,
+    model_list: ModelList | None = None,
 ) -> FastAPI:
     """Create the application. It answers 503 until it is ready, and then calls `on_ready` with the served names.
 
     The caller owns `core` and ends it. `keys` defaults to the keys that `config` names. `tracing` is closed with the
-    application. `several` lists the models of several cores; None means that `config` is the only model.
+    application. `model_list` has the models of the cores, in order; None means that `config` is the only one.
     """
     cores = core if isinstance(core, Sequence) else [core]
-    models = Models(config, ModelList([ModelEntry(config)]) if several is None else several, cores, read_config)
+    model_list = ModelList([ModelEntry(config)]) if model_list is None else model_list
+    models = Models(config, model_list, cores, read_config)
     shared, settings = models.shared, config.server_config
     service = ResponsesService(settings, shared.accounts)
     keys = ApiKeys.of(settings) if keys is None else keys
