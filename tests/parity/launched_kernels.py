@@ -13,25 +13,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import triton.compiler
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import _triton_jit_function_registry
 
-from benchmarks.gpu import absent
 from engine.runner import kernel_checks
 from engine.runner.device_batch import DeviceBatch
 from engine.sequence import Sequence
 from models.ops import self_test
-from models.ops.triton.configs import TARGETS, Target
+from models.ops.triton.configs import TARGETS
 from models.ops.triton.launcher import DirectKernel
 from models.ops.triton.specializations import CheckedKernels
 from tests.parity.ahead import Ahead, waiting
-from tests.parity.idle_kernels import EACH_CHOICE, allocate_zeros
+from tests.parity.front_end import on
+from tests.parity.idle_kernels import EACH_CHOICE
 from tests.parity.paged_model import prompt
 from tests.parity.runners import rebuilt
 from tests.parity.test_graph_runner import GraphDevice
@@ -41,36 +37,6 @@ _MORE_THAN_2_GIB = 2**31 + 2**28
 DRAFTING = "drafting.json"
 """File in a checkpoint's directory: fields of the config by which a model drafts for it."""
 _LIMITS = {"max_num_batched_tokens": 80, "max_num_seqs": 6, "max_model_len": 128}
-
-
-class FrontEnd:
-    """A replacement of Triton's compiler, which stops after its intermediate form. It makes each form once."""
-
-    def __init__(self) -> None:
-        self.made: dict[tuple[str, str], str] = {}
-        """Names of kernels, by their form and options."""
-
-    def __call__(self, source: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
-        form = source.hash(), str(sorted(options.items()))
-        if form in self.made:
-            return absent.IDLE_KERNEL
-        backend = triton.compiler.make_backend(target)
-        parsed = backend.parse_options({**options, **source.parse_options()})
-        context = ir.context()
-        ir.load_dialects(context)
-        backend.load_dialects(context)
-        source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
-        self.made[form] = source.name
-        return absent.IDLE_KERNEL
-
-
-@contextmanager
-def on(target: Target) -> Iterator[FrontEnd]:
-    """Kernels of tensors on a CPU are compiled for the GPU, and compute nothing."""
-    front_end = FrontEnd()
-    with pytest.MonkeyPatch.context() as patch, absent.on(target, front_end):
-        allocate_zeros(patch)
-        yield front_end
 
 
 @contextmanager

@@ -30,6 +30,8 @@ MODELS = [
         *("DeepseekV32ForCausalLM", "Qwen3NextForCausalLM", "Glm5NextForCausalLM"),
     )
 ]
+TWO_LAYERS = {"Qwen3NextForCausalLM": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}}
+"""Of a variant with more layers, one of each kind: the interpreter takes seconds for a layer."""
 
 
 class CapturedDecodes(TritonAttentionBackend):
@@ -79,7 +81,8 @@ def test_kernels_give_what_torch_gives(variant: Variant, tmp_path: Path) -> None
     ids=lambda variant: variant.architecture,
 )
 def test_kernels_and_decodes_in_the_buffers_of_graphs_give_what_torch_gives(variant: Variant, tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    fields = variant.overrides | TWO_LAYERS.get(variant.architecture, {})
+    path = make_checkpoint(tmp_path, variant.family, **fields)
     backend = CapturedDecodes(DEVICE)
     backend.init_capture(4, 5)
     assert_same_distribution(run(path, backend), by_torch(path), tolerance=1e-3)
@@ -106,7 +109,9 @@ def test_blocks_of_keys_in_the_fp8_of_gfx942_give_what_those_in_the_common_fp8_g
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch stores prompts and kernels store decodes, in one format: -0 of the common one is NaN in gfx942's."""
-    path = make_checkpoint(tmp_path, BLOCK_SPARSE[0].family, **BLOCK_SPARSE[0].overrides)
+    fields = {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
+    fields["mlp_layer_types"] = ["dense", "sparse"]
+    path = make_checkpoint(tmp_path, BLOCK_SPARSE[0].family, **BLOCK_SPARSE[0].overrides | fields)
     expected = run(path, TritonAttentionBackend(DEVICE), kv_dtype=torch.float8_e4m3fn)
     monkeypatch.setattr(cache_store, "target_of", lambda device: TARGETS["gfx942"])
     found = run(path, TritonAttentionBackend(DEVICE), kv_dtype=torch.float8_e4m3fn)

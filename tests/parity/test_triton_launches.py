@@ -37,7 +37,8 @@ def exp_kernel(x, out):
     tl.store(out, tl.exp(tl.load(x)))
 
 
-SOME = (deepseek.VARIANTS[-1], qwen3_next.VARIANTS[0])
+TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+SOME = (deepseek.VARIANTS[-1], qwen3_next.VARIANTS[0]._replace(overrides=TWO_LAYERS))
 ALL = pytest.mark.slow
 QUANTISED = {
     *("fp8_gemm_kernel", "four_bit_vector_kernel", "four_bit_gemm_kernel"),
@@ -94,7 +95,7 @@ from models.ops.triton.cache_store import vector_store
 from models.ops.triton.configs import TARGETS
 from models.ops.triton.elementwise import rms_norm
 from models.ops.triton.specializations import CheckedKernels, UncheckedKernel
-from tests.parity.launched_kernels import on
+from tests.parity.front_end import on
 
 def launch(x, width):
     rms_norm(x[..., :width], torch.ones(width, dtype=x.dtype), 1e-6)

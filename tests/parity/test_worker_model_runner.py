@@ -69,12 +69,19 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(reference: Qwen3ForCausalLM, prompts: list[list[int]]) -> list[list[int]]:
+def expected(checkpoint: Path, reference: Qwen3ForCausalLM, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers' greedy tokens: ours, each of which is the argmax of its pass over the prompt and those before it.
+
+    A pass for each prompt, where `generate` of transformers takes one for each token.
+    """
+    runner = runner_for(checkpoint)
+    found = generate(runner, Scheduler(runner.config), prompts)
     with torch.inference_mode():
-        outputs = [
-            reference.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False) for prompt in prompts
-        ]
-    return [output[0, len(prompt) :].tolist() for prompt, output in zip(prompts, outputs, strict=True)]
+        for prompt, tokens in zip(prompts, found, strict=True):
+            logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            assert logits.argmax(-1).tolist() == tokens
+            assert len(tokens) == NUM_NEW
+    return found
 
 
 def runner_for(checkpoint: Path, dtype: torch.dtype = torch.float32, **fields: object) -> ModelRunner:
