@@ -34,6 +34,9 @@ compiled-tests: $(VENV)/.installed-test
 test-long: $(VENV)/.installed-fuzz ## Run the tests, with the long form of those that have one, on examples drawn anew
 	@exec $(VENV)/bin/python -m pytest -n auto --dist worksteal --hypothesis-profile=anew -m "not ops and not kills" $(ARGS)
 
+# Faults of starts that are not clones of a warm process: tests/e2e/warm_starts.py.
+test-long: export TEST_COLD_START := 1
+
 test-paths: $(VENV)/.installed-test ## Run the parity tests with each set of instructions that the processor has
 	@exec $(VENV)/bin/python -m tests.paths $(ARGS)
 

@@ -3,13 +3,16 @@
 import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.e2e.warm_starts import WARM_CHILDREN, servers_and_cores_start_warm
+from tests.e2e.warm_starts import COLD_START, WARM_CHILDREN, servers_and_cores_start_warm
 from tests.processor_time import (
     pytest_collection_finish,
     pytest_runtest_protocol,
@@ -80,21 +83,32 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, object]:
     """Make no tests of the forms that `-m "not slow"` would deselect, which are more than the others."""
-    try:
-        return (yield)
-    finally:
-        if metafunc.config.option.markexpr == "not slow":
-            short = [form for form in metafunc._calls if all(mark.name != "slow" for mark in form.marks)]
-            metafunc._calls = short or metafunc._calls
+    if "not slow" in metafunc.config.option.markexpr.split(" and "):
+        metafunc.parametrize = partial(_parametrize_shortly, metafunc.parametrize)  # type: ignore[method-assign]
+    return (yield)
+
+
+def _parametrize_shortly(
+    parametrize: Callable[..., None], names: str | Sequence[str], values: Iterable[Any], *rest: Any, **options: Any
+) -> None:
+    """Leave out the values that are marked slow, unless all are."""
+    values = list(values)
+    short = [all(mark.name != "slow" for mark in getattr(each, "marks", ())) for each in values]
+    if any(short):
+        values = list(compress(values, short))
+        ids = options.get("ids")
+        if ids is not None and not callable(ids):
+            options["ids"] = list(compress(ids, short))
+    parametrize(names, values, *rest, **options)
 
 
 @pytest.fixture(scope="session")
 def warm_starts() -> Iterator[None]:
     """Servers and engine cores start from a process that has imported their modules, if none may use a GPU.
 
-    What a GPU's libraries have begun in a process does not work in its clones.
+    What a GPU's libraries have begun in a process does not work in its clones. `make test-long` has all start cold.
     """
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    if os.environ.get("TRITON_INTERPRET") != "1" or COLD_START.items() <= os.environ.items():
         yield
         return
     with servers_and_cores_start_warm():

@@ -52,7 +52,7 @@ def test_it_has_the_same_parent_environment_descriptors_and_signals(tmp_path: Pa
     assert found == expected
     assert not cold
     if not warm:
-        pytest.skip("clones are not supported here, or a GPU may be used: servers and cores of tests start as usual")
+        pytest.skip("make test-long, no clones here, or a GPU may be used: servers and cores of tests start as usual")
 
 
 def test_a_failure_is_reported_as_python_does(tmp_path: Path) -> None:

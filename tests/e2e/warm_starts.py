@@ -9,6 +9,8 @@ Importing them takes two thirds of the processor time of a start: three seconds 
 A process starts as it does for users if `_is_warm` does not know its command, if `COLD_START` is in its environment,
 or where clones are not supported. So do the further engine cores of a server, and the ranks of an engine core, unless
 `WARM_CHILDREN` is in the environment: then the server or engine core has a template of its own as a further child.
+
+`make test-long` puts `COLD_START` into the environment of the tests, so that all processes start as for users.
 """
 
 import array
