@@ -9,11 +9,10 @@ import psutil
 
 from engine.config.config import CLUSTER_KEY_ENV, Config
 from tests.e2e.kaon_host import KEY
-from tests.e2e.processes import LoggedProcess, command_line, run_config
+from tests.e2e.processes import STUB_CORES, LoggedProcess, command_line, run_config
 
 _HERE = Path(__file__).parent
 _PATH = os.pathsep.join(map(str, (_HERE.parents[1], _HERE)))
-_RUNS_STUBS = "from engine.distributed import core_process; core_process.CORE_MODULE = 'stub_core'; "
 
 
 def replica_fields(port: int, **fields: Any) -> dict[str, Any]:
@@ -27,7 +26,7 @@ class CoreHost(LoggedProcess):
 
     def __init__(self, log: Path, port: int, *, parallel: dict[str, Any] | None = None, **fields: Any) -> None:
         settings = {**fields, "parallel_config": replica_fields(port, **{"node_rank": 1, **(parallel or {})})}
-        command = run_config(Config.model_validate(settings), _RUNS_STUBS)
+        command = run_config(Config.model_validate(settings), STUB_CORES)
         super().__init__(command, log, **{CLUSTER_KEY_ENV: KEY, "PYTHONPATH": _PATH})
 
     def cores(self) -> list[psutil.Process]:

@@ -75,7 +75,7 @@ class KaonServer(LoggedProcess):
 
     def cores(self) -> list[psutil.Process]:
         """The running engine cores: none before the first begins, and for a short time while it is replaced."""
-        return [child for child in self.process.children() if _is_core(child)]
+        return [child for child in self.process.children() if is_core(child)]
 
     def stop(self) -> int:
         """End it as Ctrl-C does. Returns its exit code."""
@@ -148,7 +148,7 @@ def hold_little(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1200)
 
 
-def _is_core(process: psutil.Process) -> bool:
+def is_core(process: psutil.Process) -> bool:
     return any(each.startswith("kaon-engine-") for each in command_line(process))
 
 

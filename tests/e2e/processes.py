@@ -21,6 +21,9 @@ _IDLE_SECONDS, _IDLE_SPENDS = 2.0, 0.1
 _RUN = "import sys; from engine.config.config import Config; from server.process import run; "
 _RUN += "sys.exit(run(Config.model_validate_json(sys.argv[1])))"
 
+STUB_CORES = "from engine.distributed import core_process; core_process.CORE_MODULE = 'stub_core'; "
+"""Code for `before` of `run_config`: engine cores run `stub_core`, which must be on the import path."""
+
 
 def run_config(config: Config, before: str = "") -> list[str]:
     """The command that runs `kaon serve` with a configuration; `before` is Python code that runs first."""

@@ -30,15 +30,18 @@ DEADLY, RAISING, ENDLESS, OUTSIDE = 901, 902, 903, 904
 """Prompt tokens that, when computed, kill the process, raise, or hang; or that kill it before they are computed."""
 
 
+STEP_SECONDS = float(os.environ.get("STUB_CORE_STEP", "0.001"))
+"""Least duration of a step: requests of fewer tokens, which cost less, then take as long."""
+
 GATE = os.environ.get("STUB_CORE_GATE")
 """A file: the start of the core is blocked while a test has it locked."""
 
 
 class StubRunner:
-    """Samples token 5 for every row, or counts, at most a thousand times per second."""
+    """Samples token 5 for every row, or counts, once in `STEP_SECONDS` at most."""
 
     def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
-        time.sleep(0.001)
+        time.sleep(STEP_SECONDS)
         computed = {token for tokens in batch.scheduled_tokens for token in tokens}
         if DEADLY in computed:
             os._exit(9)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from anthropic._streaming import SSEDecoder
 from anthropic.types import RawMessageStreamEvent
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from tests.e2e.kaon_server import MODEL
 from tests.e2e.scripted_server import ScriptedServer
@@ -21,7 +21,7 @@ from tests.e2e.scripted_server import ScriptedServer
 RECORDED = [
     json.loads(line) for line in (Path(__file__).parents[1] / "agents" / "claude-code.jsonl").read_text().splitlines()
 ]
-EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent, config=ConfigDict(defer_build=True))
 DONE = r"<\|im_start\|>assistant\n$"
 
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from tests.e2e.dialect_models import STYLES, make_model
 from tests.e2e.kaon_server import KaonServer, free_port
@@ -37,7 +37,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
-EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent, config=ConfigDict(defer_build=True))
 OPENING = {"deepseek": "</think>", "harmony": "<|channel|>", "mistral": "[TOOL_CALLS]"}
 """A bias of an answer towards a marker, so that it ends its reasoning."""
 

@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -11,9 +12,11 @@ import psutil
 import pytest
 
 from tests.e2e.kaon_server import LASTING, MODEL, KaonServer, eventually
+from tests.e2e.processes import STUB_CORES
 from tests.e2e.warm_starts import COLD_START
 
 StartServer = Callable[..., KaonServer]
+HeldStarts = Callable[[], AbstractContextManager[None]]
 ENDLESS = {"model": MODEL, "prompt": "A story", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
 
 
@@ -45,12 +48,13 @@ def test_the_start_line_says_what_is_served_where(server: KaonServer) -> None:
     assert answers(server, "/readyz") == 200
 
 
-def test_while_the_model_loads_the_server_is_alive_and_not_ready(start_server: StartServer) -> None:
-    server = start_server(environment=COLD_START)
-    eventually(lambda: bool(server.cores()))
-    (core,) = server.cores()
-    core.suspend()
-    try:
+@pytest.mark.usefixtures("stub_core")
+def test_while_the_model_loads_the_server_is_alive_and_not_ready(
+    start_server: StartServer, held_starts: HeldStarts
+) -> None:
+    with held_starts():
+        server = start_server(before=STUB_CORES)
+        eventually(lambda: bool(server.cores()))
         eventually(lambda: answers(server, "/livez") == 200)
         for path in ("/readyz", "/health"):
             response = server.get(path)
@@ -60,8 +64,6 @@ def test_while_the_model_loads_the_server_is_alive_and_not_ready(start_server: S
         assert "still loading" in refused.json()["error"]["message"]
         assert server.get("/v1/models").json()["data"][0]["id"] == MODEL
         assert server.get("/metrics").status_code == 200
-    finally:
-        core.resume()
     server.ready()
     assert answers(server, "/readyz") == answers(server, "/health") == 200
 
@@ -123,12 +125,16 @@ def test_what_has_not_ended_in_time_ends_with_an_error_also_beside_clients_that_
     assert "Traceback" not in server.stderr
 
 
-def test_a_signal_while_the_model_loads_ends_the_server_cleanly(start_server: StartServer) -> None:
-    server = start_server(environment=COLD_START)
-    eventually(lambda: bool(server.cores()))
-    (core,) = server.cores()
-    server.process.send_signal(signal.SIGTERM)
-    assert server.wait() == 0
+@pytest.mark.usefixtures("stub_core")
+def test_a_signal_while_the_model_loads_ends_the_server_cleanly(
+    start_server: StartServer, held_starts: HeldStarts
+) -> None:
+    with held_starts():
+        server = start_server(before=STUB_CORES)
+        eventually(lambda: bool(server.cores()))
+        (core,) = server.cores()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
     assert not core.is_running()
     assert "Traceback" not in server.stderr
 

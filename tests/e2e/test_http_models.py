@@ -13,12 +13,11 @@ import psutil
 import pytest
 
 from tests.e2e.kaon_server import KaonServer, eventually, free_port
-from tests.e2e.processes import command_line
+from tests.e2e.processes import STUB_CORES, command_line
 from tests.e2e.test_http_adapters import PROMPT, Stream, complete, tokens_of
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 
-STUB_CORES = "from engine.distributed import core_process; core_process.CORE_MODULE = 'stub_core'; "
 SOON = "import server.models; server.models._RETRY_SECONDS = 1e-6; server.models._CLOSED_SHARE = 0.005; "
 MODELS = """\
 memory_gib: 2
@@ -29,7 +28,7 @@ models:
   - {served_model_name: broken, memory_gib: 1, model: BROKEN}
 """
 NAMES = ["one", "two", "three", "broken"]
-LENGTH = 2000
+LENGTH = 400
 """Tokens of a stream, which takes seconds."""
 FIRST_TOKEN = 1000 + len(PROMPT)
 """Fields of a stub core, whose tokens count."""
@@ -50,6 +49,7 @@ class ModelsServer(KaonServer):
             before=STUB_CORES + SOON,
             environment={
                 "STUB_CORE_COUNTS": "1",
+                "STUB_CORE_STEP": "0.005",
                 "STUB_CORE_GATE": str(self.gate),
                 "PYTHONPATH": os.pathsep.join(
                     [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
@@ -181,7 +181,7 @@ def test_no_stream_is_cut_and_none_keeps_another_model_out(server: ModelsServer)
 
 def test_requests_for_a_model_do_not_wait_for_another_owners_stream(server: ModelsServer) -> None:
     server.load("one", "two")
-    streams = [Stream(server, name, 3900) for name in ("one", "two")]
+    streams = [Stream(server, name, 2 * LENGTH) for name in ("one", "two")]
     eventually(lambda: all(stream.has_begun() for stream in streams))
     with ThreadPoolExecutor() as threads:
         third = threads.submit(server.use, "three")
@@ -191,7 +191,7 @@ def test_requests_for_a_model_do_not_wait_for_another_owners_stream(server: Mode
         assert not any(stream.is_over() for stream in streams)
         assert not third.done()
         for stream in streams:
-            assert stream.join() == list(range(FIRST_TOKEN, FIRST_TOKEN + 3900))
+            assert stream.join() == list(range(FIRST_TOKEN, FIRST_TOKEN + 2 * LENGTH))
         third.result()
 
 

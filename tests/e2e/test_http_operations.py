@@ -18,6 +18,8 @@ from tests import ports
 from tests.e2e.kaon_server import MODEL, KaonServer, eventually, free_port
 from tests.e2e.otlp_receiver import OtlpReceiver, attributes, otlp_receiver
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
 
@@ -168,7 +170,7 @@ def test_a_preemption_is_an_event_of_the_request_that_lost_its_blocks(operated: 
 
 
 def test_an_engine_that_dies_is_an_event_of_what_continued(operated: Operated) -> None:
-    body = {"model": MODEL, "prompt": "A", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    body = {"model": MODEL, "prompt": "A", "max_tokens": 400, "ignore_eos": True, "stream": True}
     core = operated.server.core
     with operated.server.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
         trace_id = response.headers["traceresponse"].split("-")[1]
@@ -249,19 +251,10 @@ def test_the_service_manager_is_notified(operated: Operated) -> None:
 # -- what cannot be exported ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        (
-            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
-            "OTEL_EXPORTER_OTLP_PROTOCOL is grpc",
-        ),
-        ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER is zipkin; it must be otlp or none"),
-    ],
-)
-def test_what_cannot_be_exported_ends_the_start_with_a_sentence(variables: dict[str, str], sentence: str) -> None:
+def test_what_cannot_be_exported_ends_the_start_with_a_sentence() -> None:
+    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
     command = [sys.executable, "-m", "server", "serve", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert ended.returncode == 2  # The exit code after which a service manager does not retry.
-    assert sentence in ended.stderr
+    assert "OTEL_EXPORTER_OTLP_PROTOCOL is grpc" in ended.stderr

@@ -38,7 +38,7 @@ ENDLESS = {"model": MODEL, "prompt": "A story", "max_tokens": 3000, "ignore_eos"
 class Team:
     """A server with a key file, and its keys."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, *, server_config: dict[str, Any] | None = None, **settings: Any) -> None:
         self.file = folder / "keys.json"
         content = KeyFile(1, [])
         self.keys = {name: content.create(name, **fields) for name, fields in KEYS.items()}
@@ -47,8 +47,8 @@ class Team:
             folder / "log",
             free_port(),
             max_num_seqs=4,
-            **LASTING,
-            server_config={"api_key_file": str(self.file), **SETTINGS, **settings},
+            server_config={"api_key_file": str(self.file), **SETTINGS, **(server_config or {})},
+            **settings,
         ).ready()
 
     def client(self, name: str) -> httpx.AsyncClient:
@@ -135,7 +135,7 @@ def test_a_response_is_read_continued_cancelled_and_deleted_by_its_key_only(team
 @pytest.mark.slow  # Shares of connections: tests/unit/limits/test_connections.py.
 def test_a_key_that_holds_connections_leaves_some_to_others(tmp_path: Path) -> None:
     """Readers of one background response wait in no queue, and each of them is served while it runs."""
-    team = Team(tmp_path, max_connections=16)
+    team = Team(tmp_path, server_config={"max_connections": 16}, **LASTING)
     try:
         endless = {"model": MODEL, "input": "A story", "max_output_tokens": 3000, "ignore_eos": True}
         with ExitStack() as stack:
@@ -158,7 +158,7 @@ def test_a_key_that_holds_connections_leaves_some_to_others(tmp_path: Path) -> N
 
 
 def test_with_a_shared_cache_every_key_finds_every_prefix(tmp_path: Path) -> None:
-    team = Team(tmp_path, share_prefix_cache=True)
+    team = Team(tmp_path, server_config={"share_prefix_cache": True})
     try:
         assert cached(team, "light") == 0
         assert cached(team, "other") >= 64

@@ -1,5 +1,7 @@
 """Changes without a restart: limits and the log level by SIGHUP or a call, keys and certificates as files."""
 
+import fcntl
+import os
 import signal
 import ssl
 import sys
@@ -8,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
 from server.limits.key_file import KeyFile
-from tests.e2e.kaon_server import START_SECONDS, eventually, free_port
-from tests.e2e.processes import LoggedProcess
+from tests.e2e.kaon_server import START_SECONDS, eventually, free_port, is_core
+from tests.e2e.processes import STUB_CORES, LoggedProcess
 from tests.unit.server.test_tls import make_certificate
+
+pytestmark = pytest.mark.usefixtures("warm_children")
+
+KAON = f"from server.process import run; {STUB_CORES}import sys; from server.cli import main; sys.exit(main())"
 
 
 class Server(LoggedProcess):
-    """`kaon serve --config FILE` with TLS and keys."""
+    """`kaon serve --config FILE` with TLS and keys, over stub cores that do not start while a file is locked."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, port = directory, free_port()
@@ -39,8 +46,13 @@ class Server(LoggedProcess):
         }
         self.url = f"https://127.0.0.1:{port}"
         self.write()
-        command = [sys.executable, "-m", "server", "serve", "--config", str(directory / "kaon.yaml")]
-        super().__init__(command, directory / "log", KAON_REQUESTS_PER_MINUTE="50")
+        command = [sys.executable, "-P", "-c", KAON, "serve", "--config", str(directory / "kaon.yaml")]
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+        environment = {"PYTHONPATH": path, "STUB_CORE_GATE": str(directory / "gate"), "KAON_REQUESTS_PER_MINUTE": "50"}
+        super().__init__(command, directory / "log", **environment)
+
+    def cores(self) -> list[psutil.Process]:
+        return [each for each in self.process.children() if is_core(each)]
 
     def write(self, **settings: Any) -> None:
         self.settings |= settings
@@ -57,18 +69,22 @@ class Server(LoggedProcess):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = Server(tmp_path_factory.mktemp("reload"))
-    # The model loads only after SIGHUP, which asks for these settings when the server is ready.
-    eventually(lambda: len(running.process.children()) == 1)
-    (core,) = running.process.children()
-    core.suspend()
-    running.write(max_queued_requests=77)
-    for each in (running.process, core):
-        each.send_signal(signal.SIGHUP)
-    core.send_signal(signal.SIGTERM)
-    core.resume()
+    directory = tmp_path_factory.mktemp("reload")
+    (directory / "gate").touch()
+    with (directory / "gate").open() as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        running = Server(directory)
+        # The model loads only after SIGHUP, which asks for these settings when the server is ready.
+        eventually(lambda: len(running.cores()) == 1)
+        (core,) = running.cores()
+        core.suspend()
+        running.write(max_queued_requests=77)
+        for each in (running.process, core):
+            each.send_signal(signal.SIGHUP)
+        core.send_signal(signal.SIGTERM)
+        core.resume()
     assert running.process.stdout.readline()
-    assert running.process.children() == [core]
+    assert running.cores() == [core]
     yield running
     assert running.end_by(signal.SIGINT) == 0
     assert "Traceback" not in running.stderr
@@ -79,11 +95,11 @@ def test_a_sighup_during_the_start_is_a_reload_when_the_server_is_ready(served: 
 
 
 def test_a_sighup_to_all_processes_ends_no_core(served: Server) -> None:
-    (core,) = served.process.children()
+    (core,) = served.cores()
     core.kill()
-    eventually(lambda: [each.pid for each in served.process.children()] not in ([], [core.pid]))
+    eventually(lambda: [each.pid for each in served.cores()] not in ([], [core.pid]))
     eventually(lambda: served.ask("GET", "/readyz", served.user).status_code == 200)
-    (core,) = served.process.children()
+    (core,) = served.cores()
     written = served.stderr.count("the settings were read again")
     core.send_signal(signal.SIGHUP)
     served.process.send_signal(signal.SIGHUP)
@@ -161,7 +177,8 @@ def test_a_broken_file_of_keys_is_reported_to_the_caller_and_changes_nothing(
     "broken",
     [
         "port: [",
-        "[" * 100_000,
+        # Each of its two readings takes seconds. The sentence: tests/unit/config/test_settings.py.
+        pytest.param("[" * 100_000, marks=pytest.mark.slow),
         "- a",
         "port: &a [*a]",
         "\udcff",
