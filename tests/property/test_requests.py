@@ -169,5 +169,7 @@ class Requests(RuleBasedStateMachine):
             self.loop.close()
 
 
-Requests.TestCase.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+Requests.TestCase.settings = settings(
+    max_examples=settings.default.max_examples * 2 // 5, stateful_step_count=30, deadline=None
+)
 TestRequests = Requests.TestCase

@@ -529,6 +529,6 @@ SHORT = {
 )
 def test_every_step_finds_its_kv_and_every_completion_is_its_own(variant: str) -> None:
     machine = type(f"Machine_{variant}", (SchedulingMachine,), VARIANTS[variant])
-    count = settings.default.max_examples * 3 // 5
+    count = settings.default.max_examples * 2 // 5
     machine.TestCase.settings = settings(max_examples=count, stateful_step_count=60, deadline=None)
     machine.TestCase("runTest").runTest()

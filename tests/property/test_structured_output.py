@@ -27,7 +27,7 @@ from tests.parity.checkpoints import make_checkpoint
 from tests.parity.runners import load
 
 MAX_TOKENS = 96
-EXAMPLES = 25
+EXAMPLES = settings.default.max_examples * 3 // 5
 
 
 class Engine:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from openai.types.responses import ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ from server.sealing import Seal
 USAGE = Usage(7, 5, 12, PromptTokensDetails(4))
 SEALED = Seal()
 """Seals the answers of renderers under test."""
-_EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+_EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent, config=ConfigDict(defer_build=True))
 
 
 def request_of(**fields: Any) -> ResponsesRequest:

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -203,8 +204,15 @@ def test_a_grammar_holds_in_every_dialect(answer_format: AnswerFormat, choice: A
     assert vocabulary.accepts(grammar, answer) == (choice == "auto")
 
 
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler()
+    yield compiler
+    compiler.close()
+
+
 @pytest.mark.parametrize("answer_format", formats(), ids=DIALECTS)
-def test_any_answer_that_the_grammar_allows_can_end(answer_format: AnswerFormat) -> None:
+def test_any_answer_that_the_grammar_allows_can_end(answer_format: AnswerFormat, compiler: GrammarCompiler) -> None:
     vocabulary = ByteVocabulary()
     patch = [tool for tool in TOOLS if tool.function.name == "apply_patch"]
     named = {"type": "function", "function": {"name": "apply_patch"}}
@@ -214,9 +222,7 @@ def test_any_answer_that_the_grammar_allows_can_end(answer_format: AnswerFormat)
     grammar = grammar_of(answer_format, choice, FREE, patch)
     ended = [text for seed in range(3) if (text := vocabulary.sample(grammar, seed, longest=4000)) is not None]
     assert ended
-    compiler = GrammarCompiler()
     alone = compiler.compile(GrammarSpec("grammar", PATCH_GRAMMAR))
-    compiler.close()
     for text in ended:
         parts: list[Part] = []
         parser = answer_format.parser(ToolUse.of(patch, "auto"), prompt_tail=TAIL)
@@ -261,11 +267,9 @@ TEXTS = [
         r"start: /a{1,2}/ | /(?:ab){1}/ | /(?P<n>é)/",
     ],
 )
-def test_the_escaped_form_of_a_grammar_is_that_of_its_texts(lark: str) -> None:
+def test_the_escaped_form_of_a_grammar_is_that_of_its_texts(lark: str, compiler: GrammarCompiler) -> None:
     vocabulary = ByteVocabulary()
-    compiler = GrammarCompiler()
     alone = compiler.compile(GrammarSpec("grammar", lark))
-    compiler.close()
     held = {name: grammar_of(AnswerFormat(name, "none"), "required", {"one": lark}, custom("one")) for name in WRITERS}
     matched = 0
     for text in TEXTS:

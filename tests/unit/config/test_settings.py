@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -59,34 +60,51 @@ def test_command_line_wins_over_environment_over_file_over_default(
     assert config.kv_cache_block_size == 16
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+OTHERS = {
+    "model": "some/model",
+    "num_speculative_tokens": "2",
+    "max_model_len": "2",
+    "root_path": "/llm",
+    "lora": "a=/a",
+    "default_chat_template_kwargs": '{"a": 1}',
+    "task": "generate,embed",
+    "max_request_bytes": "2048",
+    "max_connections": "4",
+    "allowed_origins": "*",
+    "kv_events_endpoint": "tcp://127.0.0.1:5557",
+    "kv_events_replay_endpoint": "tcp://127.0.0.1:5558",
+}
+"""Values that are not "1" of settings without a default, or whose default cannot be written."""
+
+
+def by_flag(setting: Setting, value: str) -> list[str]:
+    if value in ("true", "false"):
+        return [setting.flag if value == "true" else f"--no-{setting.flag[2:]}"]
+    return [value] if setting.flag == "MODEL" else [setting.flag, value]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param([setting for setting in SETTINGS if setting.default], id="all that have one"),
+        *(
+            pytest.param([setting], id=setting.name, marks=pytest.mark.slow if setting.default else ())
+            for setting in SETTINGS
+        ),
+    ],
+)
 def test_every_default_can_be_given_in_all_three_places(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, yaml_file: Path
+    settings: Sequence[Setting], monkeypatch: pytest.MonkeyPatch, yaml_file: Path
 ) -> None:
-    name, flag = setting.name, setting.flag
-    others = {
-        "model": "some/model",
-        "num_speculative_tokens": "2",
-        "max_model_len": "2",
-        "root_path": "/llm",
-        "lora": "a=/a",
-        "default_chat_template_kwargs": '{"a": 1}',
-        "task": "generate,embed",
-        "max_request_bytes": "2048",
-        "max_connections": "4",
-        "allowed_origins": "*",
-        "kv_events_endpoint": "tcp://127.0.0.1:5557",
-        "kv_events_replay_endpoint": "tcp://127.0.0.1:5558",
-    }
-    value = others.get(name) or setting.default or "1"
-    if name == "kv_events_replay_endpoint":
+    values = {setting: OTHERS.get(setting.name) or setting.default or "1" for setting in settings}
+    if [setting.name for setting in settings] == ["kv_events_replay_endpoint"]:
         # It is refused if no events are published.
-        monkeypatch.setenv("KAON_KV_EVENTS_ENDPOINT", others["kv_events_endpoint"])
-    by_flag = [flag] if value == "true" else ["--no-" + flag[2:]] if value == "false" else [flag, value]
-    from_flag = load_config([value] if flag == "MODEL" else by_flag)
-    yaml_file.write_text(f"{name}: '{value}'\n")
+        monkeypatch.setenv("KAON_KV_EVENTS_ENDPOINT", OTHERS["kv_events_endpoint"])
+    from_flag = load_config([word for setting, value in values.items() for word in by_flag(setting, value)])
+    yaml_file.write_text("".join(f"{setting.name}: '{value}'\n" for setting, value in values.items()))
     from_file = load_config(["--config", str(yaml_file)])
-    monkeypatch.setenv(setting.env, value)
+    for setting, value in values.items():
+        monkeypatch.setenv(setting.env, value)
     assert load_config([]) == from_flag == from_file
 
 

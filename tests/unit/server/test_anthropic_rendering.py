@@ -11,7 +11,7 @@ from anthropic._streaming import SSEDecoder
 from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from engine.text.request_state import RequestDelta
 from server.anthropic.conversion import digest
@@ -38,7 +38,7 @@ from tests.unit.responses_support import ScriptedParser
 
 USAGE = Usage(40, 5, 45, PromptTokensDetails(16))
 THINKS = {"thinking": {"type": "adaptive"}}
-_EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+_EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent, config=ConfigDict(defer_build=True))
 
 
 def seal(kind: Kind, words: str) -> str:

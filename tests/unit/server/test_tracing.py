@@ -326,6 +326,11 @@ def test_a_variable_of_metrics_that_cannot_be_followed_is_refused(variable: str,
     assert requested_signals({"OTEL_TRACES_EXPORTER": "otlp", variable: value}) == {"TRACES"}
 
 
+def test_an_exporter_that_is_not_there_is_refused() -> None:
+    with pytest.raises(WrongVariable, match="OTEL_TRACES_EXPORTER is zipkin; it must be otlp or none"):
+        requested_signals({"OTEL_TRACES_EXPORTER": "zipkin"})
+
+
 def test_sizes_of_batches_that_cannot_be_followed_are_refused(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
