@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from starlette.types import Scope
-
 from engine.client.core_manager import CoreManager, EngineDeadError, WeightsError
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint, weights_digest
@@ -33,7 +31,6 @@ from server.errors import BadRequest, ModelNotFound, NotReady, PathNotAllowed, S
 from server.limits.accounts import Accounts
 from server.limits.admission import Admission
 from server.limits.jobs import NUM_GRAMMAR_CHECKS, Jobs
-from server.limits.owners import Owner
 from server.limits.quotas import QuotaMeter
 from server.metrics import Metrics
 from server.parsing.answer_format import AnswerFormat
@@ -484,12 +481,6 @@ def _check_replacement(present: Path, new: Path) -> int:
 def _added_tokens(checkpoint: Path) -> object:
     """Return the tokens that tokenizer_config.json adds to a vocabulary, by their ids."""
     return read_json_object(checkpoint / "tokenizer_config.json").get("added_tokens_decoder")
-
-
-def owner_of(scope: Scope) -> Owner:
-    """Return the party that a request is accounted to."""
-    owner: Owner = scope["state"]["owner"]
-    return owner
 
 
 def _digest_of(config: Config) -> str:

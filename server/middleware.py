@@ -178,6 +178,12 @@ def _given(scope: Scope) -> tuple[str | None, bytes | None]:
     return request_id, load_format
 
 
+def owner_of(scope: Scope) -> Owner:
+    """Return the party that a request is accounted to, which `OwnerMiddleware` has set."""
+    owner: Owner = scope["state"]["owner"]
+    return owner
+
+
 class OwnerMiddleware:
     """Sets the `Owner` of each request. If keys are needed, a request without a valid key gets a 401.
 

@@ -27,11 +27,12 @@ from engine.text.structured.spec import CheckUnavailable, GrammarKind, GrammarSp
 from server.access_log import facts_of
 from server.error_answers import refusal
 from server.errors import BadRequest, BodyTooLarge, NotReady, RequestTimeout, UnsupportedMediaType
-from server.frontend import Frontend, ServedModel, owner_of
+from server.frontend import Frontend, ServedModel
 from server.ignored import ignore
 from server.limits.admission import counted_refusals
 from server.limits.jobs import MANY_OBJECTS, OwnerJobs
 from server.limits.owners import Owner, is_loopback
+from server.middleware import owner_of
 from server.models import Models
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.parser import AnswerParser

@@ -15,8 +15,8 @@ from server.batches.runner import BatchRunner
 from server.batches.store import Batch, Page, disk_errors, new_batch
 from server.endpoints import ENDPOINTS, ORDER, EndpointFamily, is_newest_first, query_integer, query_parameter
 from server.errors import BadRequest, BodyTooLarge, RangeNotSatisfiable, UnsupportedMediaType
-from server.frontend import owner_of
 from server.limits.admission import OpenFiles
+from server.middleware import owner_of
 from server.models import Models
 from server.request_builder import read_request
 from server.schemas.batches import (

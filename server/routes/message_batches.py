@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from server.batches.store import Batch, BatchKind, BatchNotFound, BatchStore, FileNotFound, Page, disk_errors
 from server.endpoints import ENDPOINTS, EndpointFamily, query_integer, query_parameter
 from server.errors import AnthropicError, BadRequest
-from server.frontend import owner_of
+from server.middleware import owner_of
 from server.models import Models
 from server.request_builder import reading
 from server.routes.batches import FileAnswer, in_store, runner_of

@@ -9,7 +9,7 @@ from server.anthropic.conversion import count_tokens, prepare, wants_cache
 from server.anthropic.rendering import MessagesRenderer
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import AnthropicError, BadRequest
-from server.frontend import owner_of
+from server.middleware import owner_of
 from server.models import Models
 from server.request_builder import accept, chat_sequences, drop_input, reading
 from server.schemas.messages import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount

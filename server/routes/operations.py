@@ -8,7 +8,8 @@ from fastapi.responses import PlainTextResponse
 
 from server.endpoints import ENDPOINTS, EndpointFamily, query_integer, query_parameter
 from server.errors import BadRequest
-from server.frontend import Frontend, owner_of
+from server.frontend import Frontend
+from server.middleware import owner_of
 from server.models import Models
 from server.request_builder import read_request
 from server.schemas.operations import (

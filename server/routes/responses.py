@@ -8,8 +8,9 @@ from fastapi import Request, Response
 
 from server.endpoints import ENDPOINTS, ORDER, EndpointFamily, is_newest_first, query_integer, query_parameter
 from server.errors import ApiError, BadRequest
-from server.frontend import Frontend, owner_of
+from server.frontend import Frontend
 from server.limits.owners import Owner
+from server.middleware import owner_of
 from server.models import Models
 from server.request_builder import PreparedChat, accept, chat_sequences, reading
 from server.responses.conversion import prepare, retained_messages

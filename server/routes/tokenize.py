@@ -8,8 +8,9 @@ from engine.text.io_processor import InvalidRequest
 from engine.text.process_watch import ProcessWatch
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.error_answers import refusal
-from server.frontend import Frontend, owner_of
+from server.frontend import Frontend
 from server.limits.jobs import OwnerJobs
+from server.middleware import owner_of
 from server.models import Models
 from server.request_builder import in_thread, read_request, reading, render_prompt
 from server.schemas.body import validate

@@ -23,14 +23,13 @@ from engine.config.server import ServerConfig
 from engine.distributed.logs import BARE
 from server.access_log import AccessLog, facts_of
 from server.app import create_app
-from server.frontend import owner_of
 from server.limits.accounts import Accounts
 from server.limits.admission import KeyShares
 from server.limits.key_file import KeyFile
 from server.limits.keys import ApiKeys
 from server.limits.owners import Owner
 from server.metrics import Metrics
-from server.middleware import OwnerMiddleware, RequestIdMiddleware
+from server.middleware import OwnerMiddleware, RequestIdMiddleware, owner_of
 
 KEY = {"Authorization": "Bearer sk-one"}
 
