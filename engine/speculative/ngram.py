@@ -16,7 +16,7 @@ _MAX_CHAIN = 32
 _MAX_PAUSE = 32
 """The most tokens without drafts after successive steps in which all drafts were rejected."""
 _MAX_SINGLE_TOKENS = 64
-"""The most new tokens that are indexed one by one; for more of them the index is rebuilt by NumPy."""
+"""The most new tokens that are indexed one by one; more of them are indexed by NumPy."""
 _MULTIPLIER, _WORD = 0x9E3779B1, 0xFFFFFFFF
 
 
@@ -56,6 +56,20 @@ class PromptLookup:
             found.append(found[len(found) - period])
         return found[num_unread:]
 
+    def lacks_many(self, length: int) -> bool:
+        """Whether a sequence of this length has so many tokens that are not indexed that `index` should be called."""
+        return length - self._end > _MAX_SINGLE_TOKENS or length > len(self._before) > 0
+
+    def index(self, token_ids: list[int], most: int) -> int:
+        """Index at most `most` further tokens. Returns their number."""
+        length = len(token_ids)
+        if length > len(self._before):
+            self._allocate(length)
+        begin, self._end = self._end, max(self._end, min(length, self._end + most))
+        if self._end > begin:
+            self._index(token_ids, begin, self._end)
+        return self._end - begin
+
     def note(self, length: int, num_drafts: int, num_accepted: int) -> None:
         """Record a step's verified drafts, after which the sequence has this length."""
         if num_accepted:
@@ -68,32 +82,38 @@ class PromptLookup:
         """Extend the index to all tokens, except the last run, because no token follows it yet."""
         length = len(token_ids)
         if length > len(self._before) or length - self._end > _MAX_SINGLE_TOKENS:
-            self._index(token_ids)
+            self.index(token_ids, length)
         newest, before = self._newest, self._before
         for end in range(self._end, length):
             bucket = self._hash(token_ids, end) & self._mask
             before[end], newest[bucket] = newest[bucket], end
         self._end = max(self._end, length)
 
-    def _index(self, token_ids: list[int]) -> None:
-        """Build the index of all tokens at once, with capacity for up to as many again."""
-        length, shortest = len(token_ids), self._shortest
+    def _allocate(self, length: int) -> None:
+        """Begin the index again, with capacity for up to as many tokens again."""
         size = 1 << length.bit_length()
         self._mask = size - 1
-        tokens = np.array(token_ids, dtype=np.uint64)
-        ends = np.arange(shortest, length)
+        self._newest, self._before = array("i", bytes(4 * size)), array("i", bytes(4 * size))
+        self._end = self._shortest
+
+    def _index(self, token_ids: list[int], begin: int, stop: int) -> None:
+        """Index the runs that end at `[begin, stop)`, at once."""
+        shortest = self._shortest
+        tokens = np.array(token_ids[begin - shortest : stop - 1], dtype=np.uint64)
+        ends = np.arange(begin, stop)
         hashes = np.zeros(len(ends), dtype=np.uint64)
         for offset in range(shortest):
             # The product cannot overflow, since both factors are below 2^32.
             hashes = (hashes * np.uint64(_MULTIPLIER) + tokens[offset : offset + len(ends)]) & np.uint64(_WORD)
         buckets = (hashes & np.uint64(self._mask)).astype(np.int64)
         order = np.argsort(buckets, kind="stable")
-        is_alike = buckets[order[1:]] == buckets[order[:-1]]
-        newest, before = np.zeros(size, dtype=np.int32), np.zeros(size, dtype=np.int32)
-        before[ends[order[1:]][is_alike]] = ends[order[:-1]][is_alike]
+        is_alike = np.zeros(len(ends), dtype=np.bool_)
+        is_alike[1:] = buckets[order[1:]] == buckets[order[:-1]]
+        newest, before = np.frombuffer(self._newest, dtype=np.int32), np.frombuffer(self._before, dtype=np.int32)
+        firsts = order[~is_alike]
+        before[ends[firsts]] = newest[buckets[firsts]]
+        before[ends[order[is_alike]]] = ends[order[:-1][is_alike[1:]]]
         newest[buckets] = ends  # Of several runs with one hash, the assignment leaves the last one.
-        self._newest, self._before = array("i", newest.tobytes()), array("i", before.tobytes())
-        self._end = max(length, shortest)
 
     def _hash(self, token_ids: list[int], end: int) -> int:
         value = 0

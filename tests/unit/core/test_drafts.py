@@ -36,6 +36,18 @@ def test_each_row_drafts_what_its_own_tokens_say() -> None:
     assert proposed(drafts(), seqs) == [[1, 2, 3, 4], []]
 
 
+def test_long_prompts_are_indexed_a_part_before_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices of a long prompt began together, and indexing it for all of them held up every stream for seconds."""
+    monkeypatch.setattr("engine.speculative.drafts._MOST_INDEXED", 8000)
+    mine, seqs = drafts(64), [*running(7, CYCLE * 500, 10_000), *running(1, CYCLE * 50, 10_000)]
+    seqs[-1].id = 7
+    ready = [sum(map(bool, proposed(mine, seqs)[:7])) for _ in range(7)]
+    assert ready == [1, 2, 3, 5, 6, 7, 7], "8000 of 42,600 tokens before each step, and the short prompt first"
+    assert seqs[7].spec_token_ids
+    seqs[0].token_ids += CYCLE
+    assert len(proposed(mine, seqs)[0]) == 4
+
+
 def test_no_draft_is_behind_what_a_sequence_may_become() -> None:
     assert proposed(drafts(), running(1, limit=15)) == [[1, 2]]
     assert proposed(drafts(), running(1, limit=13)) == [[]]

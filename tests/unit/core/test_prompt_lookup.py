@@ -54,11 +54,15 @@ def test_drafts_pause_after_none_was_accepted() -> None:
     shortest=st.integers(1, 3),
     more=st.integers(0, 3),
     steps=st.lists(st.integers(1, 5), max_size=8),
+    most=st.integers(1, 30),
 )
-def test_growing_finds_what_starting_anew_finds(tokens: list[int], shortest: int, more: int, steps: list[int]) -> None:
+def test_growing_finds_what_starting_anew_finds(
+    tokens: list[int], shortest: int, more: int, steps: list[int], most: int
+) -> None:
     grown, length = PromptLookup(shortest, shortest + more), 1
     for step in [0, *steps]:
         length = min(length + step, len(tokens))
+        grown.index(tokens[:length], most)
         found = grown.propose(tokens[:length], 4)
         assert found == PromptLookup(shortest, shortest + more).propose(tokens[:length], 4)
         last = tokens[:length][-shortest:]
