@@ -41,6 +41,9 @@ _HOLD_BACK_SECONDS = 10.0
 """Seconds for which a preempted owner starts nothing beyond its share, so that others can use the freed room."""
 _ROOM_CHECK_SECONDS = 0.05
 """Seconds between two computations of the owners' holdings."""
+_MOST_FOUND = 32768
+"""Cached tokens after which no further prompt starts in a step of several owners. Finding and sharing their blocks
+takes 8 to 20 ms, during which no stream continues, and a cached prompt takes none of the step's tokens."""
 _MOST_EXAMINED = 8
 """Most owners whose next prompts are examined for one interposed step, which is chosen before each step and in each
 pause."""
@@ -141,6 +144,8 @@ class Scheduler:
         """Preempted owners: the time until which each starts nothing beyond a share of all slots and blocks, and that
         share."""
         self._clock = clock
+        self._num_found = 0
+        """Cached tokens of the prompts that started since the scheduling of the latest step began."""
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
@@ -246,6 +251,7 @@ class Scheduler:
             return None
         self.limits.note_step()
         self.drafts.begin_step()
+        self._num_found = 0
         step = StepBuilder(self.limits.num_tokens, self.mtp_k)
         may_admit = self._passed_delay(now)
         self._shares.set_time(now)
@@ -368,6 +374,8 @@ class Scheduler:
         if not self._pool.has_slot(self._num_reserved):
             self._blocked = seq
             return False
+        if self._has_found_most:
+            return False
         num_new = max(1, seq.num_tokens - self.block_manager.count_cached_tokens(seq))
         count = self._chunk(step, seq.num_tokens - num_new, num_new)
         if not self.splits_prompts and count < num_new and not step.seqs:
@@ -381,6 +389,11 @@ class Scheduler:
         self.waiting.take(owner)
         self._admit(step, seq, seq.num_tokens - num_new, count)
         return True
+
+    @property
+    def _has_found_most(self) -> bool:
+        """Whether so many cached tokens were found that the step must begin."""
+        return self._num_found >= _MOST_FOUND and self.step_budget is not None and not self.step_budget.is_alone
 
     @property
     def _num_reserved(self) -> int:
@@ -403,6 +416,7 @@ class Scheduler:
     def _admit(self, step: StepBuilder, seq: Sequence, start: int, count: int) -> None:
         """Start a sequence that was taken from the queue: the step computes its tokens `[start, start + count)`."""
         self._pool.admit(seq, start, start + count)
+        self._num_found += seq.num_cached_tokens
         step.new_seqs.append(seq)
         self._add_prefill(step, seq, count)
 
@@ -714,7 +728,7 @@ class Scheduler:
 
     def _fits(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
         """Whether a waiting sequence's whole prompt can be added to a step; if `paused`, that is interposed in it."""
-        if not (self._is_short(step, seq) and self.block_manager.can_allocate(seq)):
+        if self._has_found_most or not (self._is_short(step, seq) and self.block_manager.can_allocate(seq)):
             return False
         if paused is None or not self.block_manager.count_cached_tokens(seq):
             return True

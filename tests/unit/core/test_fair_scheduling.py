@@ -51,6 +51,25 @@ def test_long_prompts_of_two_owners_advance_together_and_by_weight() -> None:
     assert c == pytest.approx(2 * a, abs=1200)
 
 
+@pytest.mark.parametrize("interposed", [0, 512])
+@pytest.mark.parametrize("others", [0, 1])
+def test_choices_of_a_cached_prompt_start_a_few_in_each_step_of_several_owners(others: int, interposed: int) -> None:
+    """All 128 choices of a prompt of 131,072 tokens started before one step: all streams waited for 9 s."""
+    made = engine(default_step_seconds=0.5, max_step_seconds=None, max_interposed_tokens=interposed)
+    streams = [made.add(16, 400, owner="other", at=made.now) for _ in range(others)]
+    first = made.add(8192, 1, owner="many", at=made.now)
+    made.run(lambda: first.is_finished)
+    choices = [made.add(8192, 20, owner="many", at=made.now) for _ in range(64)]
+    for each in choices:
+        each.token_ids[:] = first.token_ids[:8192]
+    begin, begin_interposed = len(made.steps), len(made.interposed)
+    made.run(lambda: all(each.is_finished for each in choices))
+    steps = [*(batch for batch, _ in made.steps[begin:]), *made.interposed[begin_interposed:]]
+    assert sum(len(batch.new_seqs) for batch in steps) == 64
+    assert max(len(batch.new_seqs) for batch in steps) == (4 if others else 64)
+    assert all(each.num_completion_tokens for each in streams)
+
+
 def test_with_one_owner_the_order_is_that_of_arrival() -> None:
     made = engine()
     seqs = [made.add(700, 3, at=made.now + 0.001 * number) for number in range(20)]
