@@ -5,7 +5,7 @@ To the core: `Inbound`. From the core: `Outbound`, with one `StepOutputs` per en
 
 import operator
 from collections.abc import Iterable, Iterator
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -119,6 +119,8 @@ class AddRequest(msgspec.Struct, tag="add", gc=False):
     shares_tables: bool = False
     """Whether its `sampling_params` lack their tables, which equal those of the previous message: see
     `share_tables`."""
+    shares_prompt: bool = False
+    """Whether it lacks its prompt, which equals that of the previous message."""
     sent_time: float = 0.0
     """Time at which the front end sent it, on that host's `time.monotonic` clock; set by the journal."""
 
@@ -177,34 +179,45 @@ def _tables_of(params: SamplingParams) -> list[object]:
 
 
 def share_tables(messages: Iterable[Inbound]) -> Iterator[Inbound]:
-    """Change messages that are sent together, so that tables which successive requests share are sent once.
+    """Change messages that are sent together, so that prompts and tables which successive requests share are sent
+    once.
 
-    Tables are shared if they are the same objects, as for all choices of a request.
+    They are shared if they are the same objects, as for all choices of a request.
     """
-    before: SamplingParams | None = None
+    before: AddRequest | None = None
     for message in messages:
         if not isinstance(message, AddRequest):
             yield message
             continue
-        params, previous = message.sampling_params, before
-        before = params
-        tables = _tables_of(params)
-        if previous is None or not any(tables) or any(map(operator.is_not, tables, _tables_of(previous))):
-            yield message
-        else:
-            bare = msgspec.structs.replace(params, **_NO_TABLES)
-            yield msgspec.structs.replace(message, sampling_params=bare, shares_tables=True)
+        previous, before = before, message
+        changes: dict[str, Any] = {}
+        if previous is not None:
+            if message.prompt_token_ids is previous.prompt_token_ids:
+                changes = {"prompt_token_ids": [], "shares_prompt": True}
+            params = message.sampling_params
+            tables = _tables_of(params)
+            if any(tables) and not any(map(operator.is_not, tables, _tables_of(previous.sampling_params))):
+                bare = msgspec.structs.replace(params, **_NO_TABLES)
+                changes |= {"sampling_params": bare, "shares_tables": True}
+        yield msgspec.structs.replace(message, **changes) if changes else message
 
 
-def take_tables(message: AddRequest, previous: SamplingParams | None) -> None:
-    """Copy the tables of the previous message to a decoded message that shares them. Raises `ValueError` without
-    one."""
+def take_tables(message: AddRequest, previous: AddRequest | None) -> None:
+    """Set the prompt and the tables of the previous message in a decoded message that shares them. Raises
+    `ValueError` without one."""
+    if not (message.shares_tables or message.shares_prompt):
+        return
+    if previous is None:
+        raise ValueError(
+            "shares_tables or shares_prompt is set, but no request was sent before this one in the same message"
+        )
+    if message.shares_prompt:
+        message.prompt_token_ids = previous.prompt_token_ids
     if message.shares_tables:
-        if previous is None:
-            raise ValueError("shares_tables is set, but no request was sent before this one in the same message")
         for name in _TABLES:
             # The parameters are frozen, and were checked as part of the other message.
-            msgspec.structs.force_setattr(message.sampling_params, name, getattr(previous, name))
+            value = getattr(previous.sampling_params, name)
+            msgspec.structs.force_setattr(message.sampling_params, name, value)
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

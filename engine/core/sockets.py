@@ -33,7 +33,6 @@ from engine.messages import (
     take_tables,
     terminal_output,
 )
-from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.text.sandbox import NICENESS
 from engine.text.structured.matcher import Matchers
@@ -168,13 +167,16 @@ class CoreSockets:
             except msgspec.MsgspecError as error:
                 self._refuse(frame, error)
                 continue
-            params: SamplingParams | None = None
+            previous: AddRequest | None = None
             for encoded in messages:
+                before, previous = previous, None  # A message that is refused is shared by no later one.
                 try:
                     message = decoder.decode(encoded)
                     if isinstance(message, AddRequest):
-                        take_tables(message, params)
-                        params = message.sampling_params
+                        take_tables(message, before)
+                        previous = message
+                    else:
+                        previous = before
                     self._accept(message)
                 except BaseException as error:  # noqa: BLE001 - logged and answered; a native panic is no `Exception`
                     self._refuse(encoded, error)
