@@ -55,6 +55,8 @@ class BlockManager:
         self.enable_prefix_caching: bool = config.enable_prefix_caching
         self.pool = BlockPool(config.num_kvcache_blocks, blocks_at_first)
         self._match: tuple[BlockOwner, int, list[int]] | None = None
+        self._hashed: tuple[list[int], int | None, list[int]] | None = None
+        """Tokens, salt and digests of the sequence whose prefix was looked up last."""
         self._left: deque[list[int]] = deque()
         """For each submitted step, the blocks released since its submission. They become free when it has been
         read."""
@@ -253,6 +255,9 @@ class BlockManager:
             return []
         if self._match is not None and self._match[0] is seq and self._match[1] == self.pool.version:
             return self._match[2]
+        if not seq.block_hashes:
+            self._copy_digests(seq)
+        self._hashed = seq.token_ids, seq.cache_salt, seq.block_hashes
         found: list[int] = []
         parent = _chain_root(seq)
         for index in range(len(seq.token_ids) // self.block_size):
@@ -264,6 +269,16 @@ class BlockManager:
             parent = block.uid
         self._match = (seq, self.pool.version, found)
         return found
+
+    def _copy_digests(self, seq: BlockOwner) -> None:
+        """Copy the digests of the sequence looked up last if this one's prompt is equal: those of a request's choices
+        are. To compute them takes half as long again as all else."""
+        if self._hashed is None:
+            return
+        token_ids, salt, digests = self._hashed
+        length = len(seq.token_ids)
+        if salt == seq.cache_salt and len(token_ids) >= length and token_ids[:length] == seq.token_ids:
+            seq.block_hashes += digests[: length // self.block_size]
 
 
 def _digest(seq: BlockOwner, index: int, tokens: list[int]) -> int:
