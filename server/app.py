@@ -25,6 +25,7 @@ from server.limits.connections import ConnectionLimits, Connections, num_free_de
 from server.limits.keys import ApiKeys
 from server.limits.pages import PageGuard
 from server.limits.quotas import RATE_LIMIT_HEADERS
+from server.limits.turns import RequestTurns
 from server.middleware import OwnerMiddleware, RequestIdMiddleware
 from server.models import Models
 from server.responses.service import ResponsesService
@@ -94,6 +95,7 @@ def create_app(
     app.state.models = models
     app.state.connections = connections
     app.state.open_files = OpenFiles(limits.files, shared.accounts)
+    app.state.upload_turns = RequestTurns()
     app.state.description = openapi.Description(app.openapi, settings.root_path)
     app.state.responses = service
     lines = settings.batch_concurrency or min(32, max(1, config.max_num_seqs // 2))

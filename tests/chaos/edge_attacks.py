@@ -367,6 +367,14 @@ def uploads(port: Port, over: Over) -> None:
     _sent(port, over, lambda number: requests[number % 2])
 
 
+def forms(port: Port, over: Over) -> None:
+    """Uploads that are expensive to parse: almost the boundary, again and again; a type of very many semicolons."""
+    file = b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"\r\n--xyza" * 250_000
+    types = (b"boundary=xyz", b'boundary=xyz; a="' + b";" * 60_000 + b'"')
+    headers = [b"Content-Type: multipart/form-data; " + each + b"\r\n" for each in types]
+    _sent(port, over, lambda number: keyed(number, "/v1/files", file, more=headers[number % 2]))
+
+
 def batches(port: Port, over: Over) -> None:
     """Batches of 50,000 lines, one after the other."""
     line = {"method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "x", "max_tokens": 1}}
@@ -784,6 +792,7 @@ KEYED_ATTACKS: dict[str, Callable[[Port, Over], None]] = {
             wrong_keys,
             resumes,
             uploads,
+            forms,
             batches,
         ),
         *(odd_json, background, heavy_keys),

@@ -1,5 +1,6 @@
 """Batches on disk: what the input may be, what survives a server that is killed, and whose is what."""
 
+import asyncio
 import errno
 import json
 import os
@@ -8,13 +9,14 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.types import Message
 
 from engine.config.server import ServerConfig
@@ -36,7 +38,8 @@ from server.limits.accounts import Accounts
 from server.limits.admission import OpenFiles
 from server.limits.jobs import Jobs
 from server.limits.owners import Owner
-from server.routes import message_batches
+from server.limits.turns import RequestTurns
+from server.routes import batches, message_batches
 from server.schemas.batches import BatchUsage, CachedTokens, ReasoningTokens
 
 CHAT = "/v1/chat/completions"
@@ -406,6 +409,45 @@ def serve_messages(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = SimpleNamespace(jobs=Jobs(Accounts()))
     monkeypatch.setattr("server.routes.batches.Models.of", lambda app: SimpleNamespace(shared=shared))
     monkeypatch.setattr(message_batches, "runner_of", lambda http: SimpleNamespace(store=store))
+
+
+async def test_few_parts_of_uploads_are_parsed_in_a_round_of_the_event_loop() -> None:
+    """64 KiB of bytes like the form's boundary take 11 ms, and a key may have very many uploads."""
+    turns, in_round, most = RequestTurns(), 0, 0
+
+    async def body() -> AsyncGenerator[bytes, None]:
+        yield b"x" * 10**5
+        yield b"y"
+
+    async def parse() -> bytes:
+        nonlocal in_round
+        whole = b""
+        async for part in batches.in_turns(turns, "key", body()):
+            in_round += 1
+            whole += part
+        return whole
+
+    uploads = [asyncio.create_task(parse()) for _ in range(20)]
+    while not all(upload.done() for upload in uploads):
+        in_round = 0
+        await asyncio.sleep(0)
+        most = max(most, in_round)
+    assert 0 < most <= 16, "up to eight begin at once, and as many whose turn it is"
+    assert {await upload for upload in uploads} == {b"x" * 10**5 + b"y"}
+
+
+async def test_a_content_type_that_takes_long_to_parse_is_refused() -> None:
+    async def body() -> AsyncGenerator[bytes, None]:
+        yield b"--x--"
+
+    for length, is_refused in ((900, False), (60_000, True)):
+        content_type = 'multipart/form-data; boundary=x; a="' + ";" * length + '"'
+        reading = batches.read_form(Headers({"content-type": content_type}), body())
+        if is_refused:
+            with pytest.raises(BadRequest, match="Content-Type"):
+                await reading
+        else:
+            await (await reading).close()
 
 
 async def test_the_event_loop_never_waits_for_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
