@@ -153,9 +153,9 @@ class DPEngineCoreProc(EngineCore):
                 self._raise_broken(error)
             if time.monotonic() > self._last_sent + _HEARTBEAT_SECONDS:
                 # The watchdog needs a message, because dummy batches send no outputs.
-                self._send([], "idle", 0.0)
+                self._send([])
 
-    def _send(self, outputs: list[RequestOutput], step_kind: str, step_seconds: float) -> None:
+    def _send(self, outputs: list[RequestOutput], step_kind: str = "idle", step_seconds: float = 0.0) -> None:
         self._last_sent = time.monotonic()
         super()._send(outputs, step_kind, step_seconds)
 

@@ -106,7 +106,7 @@ class EngineCore:
         self._drain()
         live = (*self.scheduler.running, *self.scheduler.waiting)
         self._outputs += self.scheduler.abort([seq.id for seq in live])
-        self._send([], "idle", 0.0)
+        self._send([])
         self.output_queue.put(Stopped())
 
     def _serve(self) -> None:
@@ -254,7 +254,7 @@ class EngineCore:
         ):
             # Reset the front end's watchdog: it measures the time without a message, and must not count this step
             # twice.
-            self._send([], "idle", 0.0)
+            self._send([])
             return
         for seq, error in self._isolation.failing_sequences(failed, self._compute):
             canary_error = self._try_canary()
@@ -287,10 +287,10 @@ class EngineCore:
     def _send_rest(self) -> None:
         """Send the outputs that did not come from a step, if there are any."""
         if self._outputs:
-            self._send([], "idle", 0.0)
+            self._send([])
 
-    def _send(self, outputs: list[RequestOutput], step_kind: str, step_seconds: float) -> None:
-        """Send the outputs of a step, preceded by those that did not come from a step."""
+    def _send(self, outputs: list[RequestOutput], step_kind: str = "idle", step_seconds: float = 0.0) -> None:
+        """Send the outputs of a step, preceded by those that did not come from a step. Default: of no step."""
         if self._outputs:
             outputs, self._outputs = self._outputs + outputs, []
         stats = self.scheduler.stats(step_kind, step_seconds)
