@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 Rendered = TypeVar("Rendered")
 
-MAX_PROMPT_LOGPROBS, _MAX_OF_SEVERAL = 2**22, 2**20
+_MAX_PROMPT_LOGPROBS, _MAX_OF_SEVERAL_PROMPTS = 2**22, 2**20
 """Most log probabilities of prompts in an answer that has those of one prompt once, and in any other. They are at
 least 88 and 22 MB of text. Joining a text holds the interpreter's lock, so requests that clients can split have the
 lower bound."""
@@ -87,9 +87,9 @@ class Generation:
         self._prompt_copies = prompt_copies
         firsts = [sequence.request for sequence in sequences[:: self._num_choices]]
         reported = [_num_prompt_logprobs(first) for first in firsts] * prompt_copies
-        most, exception = MAX_PROMPT_LOGPROBS, ""
+        most, exception = _MAX_PROMPT_LOGPROBS, ""
         if len(reported) > 1:
-            most, exception = _MAX_OF_SEVERAL, f" ({MAX_PROMPT_LOGPROBS} for one choice of one prompt)"
+            most, exception = _MAX_OF_SEVERAL_PROMPTS, f" ({_MAX_PROMPT_LOGPROBS} for one choice of one prompt)"
         if sum(reported) > most:
             raise BadRequest(
                 f"the prompts have {sum(reported)} log probabilities to report, of each token and its alternatives; a "
