@@ -180,8 +180,7 @@ class BlockManager:
 
     def end_step(self) -> None:
         """Note that the oldest submitted step has ended, and free the blocks that were released while it ran."""
-        for block_id in self._left.popleft():
-            self.pool.release(block_id)
+        self.pool.release(self._left.popleft())
 
     def release_unseen(self, seq: BlockOwner, num_unseen: int) -> None:
         """Release the blocks that hold only tokens among a sequence's first `num_unseen`.
@@ -242,8 +241,7 @@ class BlockManager:
         if self._left:
             self._left[-1] += reversed(block_ids)
             return
-        for block_id in reversed(block_ids):
-            self.pool.release(block_id)
+        self.pool.release(reversed(block_ids))
 
     def _missing_blocks(self, seq: BlockOwner, num_new_tokens: int) -> int:
         beyond = seq.num_tokens - 1 + num_new_tokens - len(seq.block_table) * self.block_size
