@@ -54,6 +54,7 @@ TOLERATED = (
     Tolerated("", "usage", "clients of OpenRouter; usage is always reported"),
     Tolerated("", "cache_control", "Anthropic's cache hints, as agents send them to every server"),
     Tolerated("messages[].", "cache_control", "Anthropic's cache hints"),
+    Tolerated("messages[].", "copilot_cache_control", "GitHub Copilot's cache hints"),
     Tolerated("messages[].", "reasoning_details", "clients of OpenRouter, which send reasoning back"),
     Tolerated("messages[].", "thinking_blocks", "clients of LiteLLM"),
     Tolerated("messages[].", "provider_specific_fields", "clients of LiteLLM"),
@@ -69,6 +70,7 @@ TOLERATED = (
     Tolerated("messages[].tool_calls[].", "extra_content", "clients of Gemini's OpenAI interface"),
     Tolerated("messages[].tool_calls[].function.", "parsed_arguments", _PARSED),
     Tolerated("tools[].", "cache_control", "Anthropic's cache hints"),
+    Tolerated("tools[].", "copilot_cache_control", "GitHub Copilot's cache hints"),
 )
 
 _BY_PATH: dict[str, dict[str, Tolerated]] = {}

@@ -381,7 +381,7 @@ def test_tolerated_fields_are_left_out_and_named_wherever_they_are() -> None:
         "tools": [{"type": "function", "function": {"name": "f"}, **hint}],
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "Hi", **hint}], **hint},
-            {"role": "assistant", "tool_calls": [call], "reasoning_details": []},
+            {"role": "assistant", "tool_calls": [call], "reasoning_details": [], "copilot_cache_control": {}},
             {"role": "tool", "tool_call_id": "1", "content": "x"},
         ],
     }
@@ -398,6 +398,7 @@ def test_tolerated_fields_are_left_out_and_named_wherever_they_are() -> None:
         "messages[].content[].cache_control",
         "messages[].tool_calls[].extra_content",
         "messages[].reasoning_details",
+        "messages[].copilot_cache_control",
     }
 
 
