@@ -51,12 +51,13 @@ def test_every_architecture_has_three_variants() -> None:
 
 
 def test_prompt_log_probabilities_are_those_of_transformers(checkpoint: Path, reference: Reference) -> None:
-    model, tokens = PagedModel(checkpoint), prompt(90, seed=90)
+    """Of three prompts in one step, one of them of a single token."""
+    model, tokens, lengths = PagedModel(checkpoint), prompt(90, seed=90), (90, 1, 37)
     expected, bound = distribution(reference, tokens)
-    assert_within(model.logits(tokens).log_softmax(-1), expected, bound)
-    for length in (1, 37):
-        expected = reference.logits(tokens[:length]).log_softmax(-1)
-        assert_within(model.logits(tokens[:length]).log_softmax(-1), expected, bound[:length])
+    found = model.logits_together([tokens[:length] for length in lengths]).log_softmax(-1).split(lengths)
+    assert_within(found[0], expected, bound)
+    for length, own in zip(lengths[1:], found[1:], strict=True):
+        assert_within(own, reference.logits(tokens[:length]).log_softmax(-1), bound[:length])
 
 
 # The others: by the operators, test_cpu_models compares their tokens in company with those alone.

@@ -239,10 +239,21 @@ def exact_logprobs(outputs: list[RequestOutput]) -> dict[int, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
-    ("backend", "keeps_states"),
-    [(CapturingBackend, False), (CapturedTorchBackend, False), (CapturingBackend, True)],
+    ("backend", "keeps_states", "ahead"),
+    [
+        (CapturingBackend, False, False),
+        (CapturedTorchBackend, False, True),
+        (CapturingBackend, True, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)  # Each of their values is in a case above.
+            for each in (
+                (CapturingBackend, False, True),
+                (CapturedTorchBackend, False, False),
+                (CapturingBackend, True, False),
+            )
+        ),
+    ],
 )
 def test_rows_that_verify_drafts_are_replayed(
     checkpoint: Path,

@@ -51,18 +51,14 @@ ONLY_OURS = {
 
 
 SHORT = {
-    "LlamaForCausalLM",
-    "Gemma3ForCausalLM",
     "GptOssForCausalLM",
-    "MixtralForCausalLM",
-    "Phi3ForCausalLM",
     "DeepseekV3ForCausalLM",
-    "DeepseekV32ForCausalLM",
     "GlmMoeDsaForCausalLM",
     "Lfm2ForCausalLM",
     "MiniMaxForCausalLM",
 }
-"""Architectures that have a class here, one of each kind of layer."""
+"""Architectures that have a class here, one of each kind of layer that no model of `SHORT_FOREIGN` has: sinks,
+latents, tokens that an indexer selects, short convolutions, and a cache that only our code has."""
 SHORT_FOREIGN = {
     "CodeGen",
     "Cohere2",
