@@ -71,7 +71,7 @@ def edge() -> Iterator[Edge]:
     os.close(writer)
     assert process.stdout.readline()
     running = Edge(port)
-    for _ in range(capacity // 100):
+    for _ in range(capacity // 100 + 1):
         assert running.http.get("/version").status_code == 200
     yield running
     running.http.close()
