@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("stub_core")
 @pytest.fixture(autouse=True)
 def counting_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB_CORE_COUNTS", "1")
+    monkeypatch.setenv("STUB_CORE_STEP", "0.004")
 
 
 def replicas(size: int = 2, placement: str = "prefix") -> ParallelConfig:
@@ -91,7 +92,7 @@ def test_round_robin_takes_each_in_turn() -> None:
 
 def test_requests_are_aborted_paused_and_resumed_wherever_they_are(run: Run) -> None:
     for request_id in range(8):
-        run.add(request_id, max_tokens=8000 if request_id < 4 else 500 if request_id == 7 else 1500)
+        run.add(request_id, max_tokens=8000 if request_id < 4 else 170 if request_id == 7 else 500)
     run.until_begun(*range(8))
     run.manager.abort([0, 1, 2, 3, 77])
     run.manager.pause([4, 5, 6])
@@ -100,13 +101,13 @@ def test_requests_are_aborted_paused_and_resumed_wherever_they_are(run: Run) -> 
     assert set(run.manager.live) == {4, 5, 6}
     run.manager.resume([4, 5, 6])
     run.until_ended(4, 5, 6)
-    run.assert_complete(4, 5, 6, max_tokens=1500)
-    run.assert_complete(7, max_tokens=500)
+    run.assert_complete(4, 5, 6, max_tokens=500)
+    run.assert_complete(7, max_tokens=170)
 
 
 def test_an_id_in_use_is_refused_wherever_it_is(run: Run) -> None:
-    run.add(0, max_tokens=1000)
-    run.add(1, max_tokens=1000)
+    run.add(0, max_tokens=340)
+    run.add(1, max_tokens=340)
     for ids in ((0,), (1,), (5, 5), (6, 1)):
         with pytest.raises(ValueError, match="a request id is used twice"):
             run.add(*ids)
@@ -130,14 +131,14 @@ def test_on_an_event_loop_outputs_come_to_one_callback(monkeypatch: pytest.Monke
         run.manager.attach(asyncio.get_running_loop(), take, lambda *reported: restarts.append(reported))
         await run.manager.wait_ready_async(WAIT_SECONDS)
         for request_id in range(20):
-            run.add(request_id, max_tokens=1000)
+            run.add(request_id, max_tokens=340)
         while len(run.ends) < 20:
             await asyncio.sleep(0.01)
         return restarts
 
     with run.manager:
         restarts = asyncio.run(asyncio.wait_for(serve(), WAIT_SECONDS))
-    run.assert_complete(*range(20), max_tokens=1000)
+    run.assert_complete(*range(20), max_tokens=340)
     ((resumed, replica),) = restarts
     assert replica == 1
     assert 0 < resumed < 20
@@ -150,7 +151,7 @@ def test_when_a_core_dies_its_requests_go_on_and_the_others_are_not_disturbed(
     run: Run, held_starts: HeldStarts
 ) -> None:
     for request_id in range(20):
-        run.add(request_id, max_tokens=800)
+        run.add(request_id, max_tokens=270)
     places = dict(enumerate(homes(run.manager, *range(20))))
     run.until_begun(*range(20))
     pids = run.manager.pids
@@ -163,14 +164,14 @@ def test_when_a_core_dies_its_requests_go_on_and_the_others_are_not_disturbed(
         run.until(lambda: all(len(run.tokens[id]) > reported[id] or id in run.ends for id in undisturbed))
         assert run.manager.serving == [1], "they went on while the other core was being started"
     run.until_ended(*range(20))
-    run.assert_complete(*range(20), max_tokens=800)
+    run.assert_complete(*range(20), max_tokens=270)
     assert run.manager.pids[0] != pids[0]
     assert run.manager.pids[1] == pids[1]
 
 
 def test_while_a_core_is_started_again_new_requests_go_to_the_others(run: Run, held_starts: HeldStarts) -> None:
-    run.add(0, max_tokens=1000)
-    run.add(1, max_tokens=1000)
+    run.add(0, max_tokens=340)
+    run.add(1, max_tokens=340)
     with held_starts():
         kill(run.manager, 0)
         run.until(lambda: run.manager.serving == [1])
@@ -180,7 +181,7 @@ def test_while_a_core_is_started_again_new_requests_go_to_the_others(run: Run, h
     run.assert_complete(*range(10, 20), max_tokens=10)
     run.until(lambda: run.manager.serving == [0, 1])
     for request_id in range(20, 24):
-        run.add(request_id, max_tokens=1000)
+        run.add(request_id, max_tokens=340)
     assert set(homes(run.manager, *range(20, 24))) == {0, 1}
 
 
@@ -216,12 +217,12 @@ def test_deaths_of_any_core_at_random_moments_lose_and_repeat_nothing() -> None:
 @pytest.mark.slow  # With one core: test_core_restarts.py.
 def test_a_stopped_core_is_replaced_and_the_others_go_on(run: Run) -> None:
     for request_id in range(10):
-        run.add(request_id, max_tokens=1500)
+        run.add(request_id, max_tokens=500)
     run.until_begun(*range(10))
     pids = run.manager.pids
     os.kill(pids[1], signal.SIGSTOP)
     run.until_ended(*range(10))
-    run.assert_complete(*range(10), max_tokens=1500)
+    run.assert_complete(*range(10), max_tokens=500)
     assert run.manager.pids[0] == pids[0]
     assert run.manager.pids[1] != pids[1]
 
@@ -229,14 +230,14 @@ def test_a_stopped_core_is_replaced_and_the_others_go_on(run: Run) -> None:
 @pytest.mark.slow  # With one core: test_core_restarts.py.
 def test_a_request_that_kills_its_core_ends_alone(run: Run) -> None:
     for request_id in range(6):
-        run.add(request_id, max_tokens=1000)
+        run.add(request_id, max_tokens=340)
     run.until_begun(*range(6))
     run.add(10, prompt=[DEADLY])
     (home,) = homes(run.manager, 10)
     survivor = run.manager.pids[1 - home]
     run.until_ended(10, *range(6))
     assert run.ends[10].is_poison
-    run.assert_complete(*range(6), max_tokens=1000)
+    run.assert_complete(*range(6), max_tokens=340)
     assert run.manager.pids[1 - home] == survivor
 
 
@@ -271,7 +272,7 @@ def test_requests_go_on_in_another_replica_where_theirs_does_not_come_back(
         run.manager.attach(asyncio.get_running_loop(), run.take, on_move=lambda *reported: moves.append(reported))
         await run.manager.wait_ready_async(WAIT_SECONDS)
         for request_id in range(8):
-            run.add(request_id, max_tokens=1000)
+            run.add(request_id, max_tokens=340)
         await until(lambda: sum(map(bool, run.tokens.values())) >= 4)
         stub_core("slow")
         kill(run.manager, 1)
@@ -287,7 +288,7 @@ def test_requests_go_on_in_another_replica_where_theirs_does_not_come_back(
     run = Run(parallel_config=replicas(), max_num_seqs=2)
     with run.manager:
         asyncio.run(asyncio.wait_for(serve(), WAIT_SECONDS))
-    run.assert_complete(*range(8), max_tokens=1000)
+    run.assert_complete(*range(8), max_tokens=340)
     assert {replica for _, replica in moves} == {0}
     assert sum(resumed for resumed, _ in moves) == 2, "two were running"
 
