@@ -34,6 +34,7 @@ def quicken() -> None:
     TritonSemantic.broadcast_impl_value = _with_common_shape
     TritonSemantic.computation_type_impl = _common_type
     tl.core._unwrap_if_constexpr = _unwrapped
+    tl.core.dtype.extent = _extent_of(())  # Of scalars and pointers; each type of a block has its own.
     tl.core.block_type.__init__ = _init_block_type
     tl.core.block_type.name = property(_name_of_block, lambda self, name: None)
     tl.core.tensor.__init__ = _init_tensor
@@ -124,6 +125,7 @@ def _block_of(shape: tuple[int, ...]) -> Any:
     """A representative type of that shape with other elements. Raises Triton's error for a wrong one."""
     block = object.__new__(tl.core.block_type)
     _init_block_type_as_it_was(block, tl.int8, list(shape))
+    block.extent = _extent_of(block.shape)
     return block
 
 
@@ -133,6 +135,7 @@ def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     self.element_ty = element_ty
     self.shape = like.shape
     self.numel = like.numel
+    self.extent = like.extent
 
 
 def _name_of_block(self: Any) -> str:
@@ -149,7 +152,7 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle = handle
     self.type = type
     self.dtype = type.scalar
-    self.shape, self.numel = _extent_of(tuple(type.shape) if type.is_block() else ())
+    self.shape, self.numel = type.extent
 
 
 def _has_same_values(self: Any, other: Any) -> Any:
