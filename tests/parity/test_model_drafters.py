@@ -166,11 +166,11 @@ def test_the_distributions_that_rejection_keeps_are_counted_as_memory(checkpoint
 def test_rejection_accepts_more_than_coupled_samples_and_leaves_greedy_answers(
     checkpoint: Path, smaller: Path
 ) -> None:
-    expected = Steps(runner_for(checkpoint)).run(endless(8, tokens=60))
+    expected = Steps(runner_for(checkpoint)).run(endless(8, tokens=40))
     coupled = Steps(runner_for(checkpoint, **by_model(smaller)))
-    assert coupled.run(endless(8, tokens=60)) == expected
+    assert coupled.run(endless(8, tokens=40)) == expected
     steps = Steps(runner_for(checkpoint, **by_rejection(smaller)))
-    found = steps.run(endless(8, tokens=60))
+    found = steps.run(endless(8, tokens=40))
     assert found[::2] == expected[::2]
     assert [len(tokens) for tokens in found] == [len(tokens) for tokens in expected]
     assert steps.acceptance > coupled.acceptance
