@@ -109,6 +109,17 @@ def abandoned(port: Port, over: Over) -> None:
     _in_threads(one, over)
 
 
+def departed(port: Port, over: Over) -> None:
+    """Small requests whose clients close at once, without a reset."""
+
+    def one() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
+                connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+
+    _in_threads(one, over)
+
+
 def chunks(port: Port, over: Over) -> None:
     """Bodies in chunks of one byte, as fast as possible."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -775,7 +786,7 @@ def _in_threads(work: Callable[[], None], over: Over) -> None:
 
 ATTACKS: dict[str, Callable[[Port, Over], None]] = {
     each.__name__: each
-    for each in (silent, heads, bodies, churn, abandoned, chunks, pipelines, json_bodies, log_lines)
+    for each in (silent, heads, bodies, churn, abandoned, departed, chunks, pipelines, json_bodies, log_lines)
 }
 """Attacks on a server without keys."""
 
