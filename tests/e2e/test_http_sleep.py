@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from tests.e2e.kaon_server import MODEL, KaonServer, eventually, free_port
+from tests.e2e.processes import STUB_CORES
 from tests.e2e.test_http_adapters import FORMS, PROMPT, Stream, complete, settings_of, tokens_of
-from tests.e2e.test_http_models import STUB_CORES
 from tests.parity.checkpoints import make_checkpoint
 
 LENGTH = 800
