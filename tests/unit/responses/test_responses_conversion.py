@@ -111,7 +111,7 @@ def test_what_a_tool_reports_without_a_call_is_a_message(fields: dict[str, Any],
 
 def test_a_task_for_an_agent_is_shown_though_codex_takes_it_for_encrypted() -> None:
     task = {"type": "encrypted_content", "encrypted_content": "Count the files."}
-    message = {"type": "agent_message", "author": "/root", "recipient": "/root/count"}
+    message = {"type": "agent_message", "author": "/agent", "recipient": "/agent/count"}
     opening = {"type": "input_text", "text": "Payload:\n"}
     (shown,) = to_messages(items_of({**message, "content": [opening, task]}))
     assert shown == {"role": "user", "content": "Payload:\nCount the files."}
