@@ -1,7 +1,8 @@
 """`Acceptor`: accepts the connections of a listening socket while `Connections` has room.
 
 It also works while the process has no free descriptor, ends the connections of slow clients by regular sweeps, and
-leaves new connections to the system's queue until those that they may displace have had time to send a request.
+leaves new connections to the system's queue until those that they may displace have had time to send a request. While
+this queue is long, clients that have shut down their sending side are refused: most of them have gone.
 """
 
 import asyncio
@@ -11,10 +12,19 @@ import logging
 import os
 import socket
 import ssl
+import sys
 from collections.abc import Callable
 
 from server.errors import as_raw_response
-from server.limits.connections import Connection, Connections, TooManyConnections
+from server.limits.connections import (
+    TCP_CLOSE,
+    TCP_CLOSE_WAIT,
+    Connection,
+    Connections,
+    TooManyConnections,
+    has_unread,
+    tcp_state,
+)
 from server.limits.turns import begin_at_once
 
 _log = logging.getLogger(__name__)
@@ -25,6 +35,15 @@ _SWEEP_SECONDS, _SWEEP_PAUSE_SECONDS = 0.5, 0.01
 _MAX_ADMITTED_AT_ONCE, _MAX_ACCEPTED_AT_ONCE = 8, 64
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_SECONDS = 0.05
+
+_LONG_QUEUE = 64
+"""Connections in the system's queue beyond which half-closed clients are refused. A refusal takes a tenth of the time
+of the smallest request."""
+
+_REFUSAL = as_raw_response(TooManyConnections("too many connections are open; try again later"))
+
+_QUEUED = slice(24, 28)
+"""Bytes of a listening socket's TCP_INFO (linux/tcp.h) that count the connections in the system's queue."""
 
 
 class Acceptor:
@@ -92,7 +111,13 @@ class Acceptor:
                         self._accept_without_descriptor()
                     return
                 continue  # The client has gone again.
-            if _has_ended(sock):
+            state = tcp_state(sock)
+            if state == TCP_CLOSE_WAIT and self._queue_length > _LONG_QUEUE:
+                self._connections.note_closed("connections")
+                self._turn_away(sock)
+                continue
+            # What came before a reset can still be read, and would be handled as a request.
+            if state == TCP_CLOSE or (state == TCP_CLOSE_WAIT and not has_unread(sock)):
                 sock.close()
                 continue
             self._admit(sock, address[0] if address else None)
@@ -133,16 +158,24 @@ class Acceptor:
     def _admit(self, sock: socket.socket, host: str | None) -> None:
         connection = self._connections.open(sock, host)
         if connection is None:
-            if self._tls is None:
-                _refuse(sock)
-            else:
-                sock.close()
+            self._turn_away(sock)
             return
         sock.setblocking(False)
         task = begin_at_once(self._start(sock, connection))
         if task is not None:
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)
+
+    @property
+    def _queue_length(self) -> int:
+        info = self._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _QUEUED.stop)
+        return int.from_bytes(info[_QUEUED], sys.byteorder)
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        if self._tls is None:
+            _refuse(sock)
+        else:
+            sock.close()
 
     async def _start(self, sock: socket.socket, connection: Connection) -> None:
         """Attach a new protocol to the connection, after the TLS handshake if there is one."""
@@ -173,22 +206,8 @@ def _set_options(listener: socket.socket) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _has_ended(sock: socket.socket) -> bool:
-    """Return whether the client has reset the connection, or shut down its sending side without having sent
-    anything."""
-    try:
-        # The bytes that came before a reset can still be read, and would be handled as a request.
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            return True
-        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
 def _refuse(sock: socket.socket) -> None:
     """Send an error as far as possible without blocking, and close."""
     with sock, contextlib.suppress(OSError):
         sock.setblocking(False)
-        sock.send(as_raw_response(TooManyConnections("too many connections are open; try again later")))
+        sock.send(_REFUSAL)

@@ -84,11 +84,24 @@ _FIRST_CHECK_SECONDS, _LONGEST_CHECK_SECONDS = 2.0, 16.0
 """After a client has shut down its sending side: time until the first check whether it still reads, and the longest
 interval between two checks."""
 
-_TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8
+TCP_CLOSE, TCP_CLOSE_WAIT = 7, 8
 """Values of the state in the first byte of TCP_INFO (linux/tcp_states.h): the connection was reset; the client has
 shut down its sending side."""
 _ACKED_BYTES = slice(120, 128)
 """Bytes of TCP_INFO (linux/tcp.h) that count the bytes acknowledged by the client."""
+
+
+def tcp_state(sock: socket.socket) -> int:
+    """Return the state of a connection in the kernel, for example `TCP_CLOSE`."""
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
+def has_unread(sock: socket.socket) -> bool:
+    """Return whether received bytes wait in the socket."""
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except OSError:
+        return False
 
 
 class TooManyConnections(ApiError):
@@ -367,7 +380,7 @@ class Connection:
     @property
     def was_reset(self) -> bool:
         """Whether the connection has ended, for example by a reset. The protocol may not have been notified."""
-        return not self.is_open or self._is_socket_closed or self._tcp_state == _TCP_CLOSE
+        return not self.is_open or self._is_socket_closed or tcp_state(self._socket) == TCP_CLOSE
 
     # -- for `Connections` --------------------------------------------------------------------------------------
 
@@ -390,13 +403,13 @@ class Connection:
             return self._transport is not None and self._transport.get_write_buffer_size() > 0
         if self._phase == "body" and self.body_rate >= max(self._table.limits.body_rate, 1):
             return False
-        return not self.has_unparsed and not self._has_unread
+        return not self.has_unparsed and not has_unread(self._socket)
 
     @property
     def is_about_to_be_read(self) -> bool:
         """Whether the first bytes of its first request wait in the socket, to be read in one of the loop's next
         rounds."""
-        return self._phase == "head" and not self._has_begun and self._has_unread
+        return self._phase == "head" and not self._has_begun and has_unread(self._socket)
 
     @property
     def held_bytes(self) -> int:
@@ -414,9 +427,9 @@ class Connection:
             self._end_as("unread")
         elif self._is_half_closed:
             self._check_half_closed(now)
-        elif self._phase == "answer" and self._tcp_state == _TCP_CLOSE:
+        elif self._phase == "answer" and tcp_state(self._socket) == TCP_CLOSE:
             self._end_as("gone")  # The loop reports no reset of a connection that it does not read from.
-        elif self._pipelined and self._tcp_state == _TCP_CLOSE_WAIT:
+        elif self._pipelined and tcp_state(self._socket) == TCP_CLOSE_WAIT:
             self.half_closed()
         elif self._phase == "head" and elapsed > limits.head_seconds:
             self._time_out("head", f"the request's head was not complete after {limits.head_seconds:g} s")
@@ -455,7 +468,7 @@ class Connection:
         self._reading_since, self._taken_before = now, taken
 
     def _check_half_closed(self, now: float) -> None:
-        if self._tcp_state == _TCP_CLOSE:
+        if tcp_state(self._socket) == TCP_CLOSE:
             self._end_as("gone")
         elif now >= self._check_at and self._provoke_reset is not None:
             self._provoke_reset()
@@ -486,18 +499,6 @@ class Connection:
     def _is_socket_closed(self) -> bool:
         """Whether the loop has closed the socket. Under TLS, the protocol is notified in the loop's next round."""
         return self._socket.fileno() < 0
-
-    @property
-    def _tcp_state(self) -> int:
-        return self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-
-    @property
-    def _has_unread(self) -> bool:
-        """Whether received bytes wait in the socket."""
-        try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except OSError:
-            return False
 
     def _serve(self) -> TooManyConnections | None:
         """Count it as served; return the error instead if it must be refused."""

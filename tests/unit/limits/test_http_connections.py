@@ -451,6 +451,19 @@ async def test_a_probe_on_a_new_connection_takes_no_turn() -> None:
 
 
 @run
+async def test_while_many_wait_to_be_accepted_clients_that_have_sent_all_they_will_are_refused() -> None:
+    """Most of them have closed their sockets, and each would cost as much as a request."""
+    async with serving() as edge:
+        for _ in range(100):  # The event loop does not run meanwhile, so they wait in the system's queue.
+            with socket.create_connection(("127.0.0.1", edge.port)) as gone:
+                gone.sendall(GET)
+        client = await edge.connect(GET)
+        client.half_close()
+        assert (await client.all()).startswith(b"HTTP/1.1 200"), "few wait when it is accepted"
+        assert 1 < edge.application.num_requests <= 66
+
+
+@run
 async def test_few_of_the_heads_that_end_at_once_are_parsed_in_a_round() -> None:
     """Else a thousand connections without a key would hold up all others for half a second."""
     async with serving(LIMITS._replace(connections=200, per_address=200)) as edge:
