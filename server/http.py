@@ -67,6 +67,9 @@ _HEAD_SLICE, _BODY_SLICE = 512, 4 * 2**10
 """Most bytes of a head, and of a body, that are parsed at a time. Parsing stops when a request waits for the answer to
 an earlier one: 16 KiB hold hundreds of requests, each with dozens of objects."""
 
+_TLS_READ_BYTES = 2**18
+"""Most bytes that the event loop reads at a time from a connection with TLS. After a pause, it may read once more."""
+
 _DISCARD_SECONDS, _SMALL_BYTES = 0.05, 2**14
 """Pause after a read of fewer bytes of what a client sends after its last answer: without it, a flood of tiny chunks
 takes 0.67 of a core. Large bodies are read without pauses, so that their clients get to the answer."""
@@ -174,6 +177,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_pieces = self._piece_bytes = 0
         """Number of pieces of the body received so far, and their bytes."""
         self._unparsed: deque[memoryview] = deque()
+        self._num_read = 0
+        """Bytes of the last read, which are in memory as long as any of them is unparsed."""
         self._is_parsing_later = False
         self._is_reading = True
         self._has_ended = False
@@ -192,6 +197,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.app = self._answer_when_arrived
         self.parser = self._new_parser()
         self.flow = _Flow(transport, self._choose_reading)
+        if self.scheme == "https":
+            transport.set_read_buffer_limits(_SLICE)  # type: ignore[attr-defined]  # Of what is not decrypted.
         self._connection.established(transport, self._refuse_incomplete, self.abort, self._provoke_reset)
 
     def _new_parser(self) -> HttpRequestParser:
@@ -240,10 +247,12 @@ class HttpProtocol(HttpToolsProtocol):
             if len(data) <= _HEAD_SLICE:
                 self._parse(data)
                 return
+            self._num_read = len(data)
             self._parse_slice(memoryview(data))
             if self._unparsed:
                 self._choose_reading()
             return
+        self._num_read = len(data)
         view = memoryview(data)
         self._unparsed.extend(view[start : start + _SLICE] for start in range(0, len(data), _SLICE))
         self._choose_reading()
@@ -284,7 +293,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self._unparsed and not must_wait and not self._is_parsing_later:
             self._is_parsing_later = True
             (self.loop.call_soon if self._is_in_body else self._heads.parse_later)(self._parse_later)
-        self._connection.has_unparsed = bool(self._unparsed)
+        held_bytes = self._num_read if self._unparsed else 0
+        if self.pipeline and self.scheme == "https":
+            held_bytes += _TLS_READ_BYTES
+        if held_bytes != self._connection.unparsed_bytes:
+            self._connection.hold_unparsed(held_bytes)
         self._set_reading(not must_wait and not self._unparsed and not self._has_ended)
 
     def _set_reading(self, reads: bool) -> None:

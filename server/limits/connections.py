@@ -7,9 +7,10 @@ A connection is always in one of these phases, and may end in any of them.
 
 A connection is "served" from the last byte of its request to the end of the answer. Fewer connections may be served
 than open, so that the head of a probe (a request to `/health` and the like) can always be read. A served connection is
-not closed in favour of others while its client reads; a request beyond the bound gets an error. All other connections,
-those of probes and of requests without an accepted key too, are closed when too many are open: first the oldest one of
-the address that has the most. Connections that wait for this server, and not for their client, are spared.
+not closed in favour of others while its client reads, unless received bytes take too much memory and it holds most of
+them; a request beyond the bound gets an error. All other connections, those of probes and of requests without an
+accepted key too, are closed when too many are open: first the oldest one of the address that has the most. Connections
+that wait for this server, and not for their client, are spared.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import functools
 import ipaddress
 import logging
 import math
+import operator
 import os
 import resource
 import socket
@@ -53,8 +55,9 @@ _RESERVED_PARTS, _MOST_RESERVED = 4, 64
 _MOST_HELD_BYTES = 32 * 2**20
 """Upper bound of the default of `max_request_bytes`, which is computed from the model."""
 
-_BODY_BUDGET_BODIES = 64
-"""Number of bodies of the largest size that may be in memory while they are received."""
+_BODY_BUDGET_BODIES, _LEAST_BODY_BUDGET = 64, 64 * 2**20
+"""Number of bodies of the largest size that may be in memory while they are received, and the least bytes for them:
+with small bodies, too, the event loop reads up to 256 KiB at a time."""
 
 _LEAST_AGE_SECONDS, _MOST_LEAST_AGE_SECONDS = 0.005, 0.05
 """Range of the least age at which a connection is closed for new ones: a flood must not close clients that send at
@@ -138,7 +141,8 @@ class ConnectionLimits(NamedTuple):
     request_bytes: int = 4 * 2**20
     """Most bytes of one body in memory while it is received; further bytes of an upload are written to disk."""
     body_bytes: int = 256 * 2**20
-    """Most bytes of all bodies together in memory while they are received."""
+    """Most bytes of all connections together that were received and wait to be parsed, or are of a body that is being
+    received."""
     answer_bytes: int = 2**29
     """Bytes of large answers in memory beyond which those of slow readers end; beyond twice as many, others, too."""
     files: int = 64
@@ -165,7 +169,7 @@ class ConnectionLimits(NamedTuple):
             config.min_body_rate,
             config.send_timeout,
             config.max_request_bytes or _MOST_HELD_BYTES,
-            _BODY_BUDGET_BODIES * max_request_bytes,
+            max(_BODY_BUDGET_BODIES * max_request_bytes, _LEAST_BODY_BUDGET),
             files=files,
         )
 
@@ -214,10 +218,11 @@ class Connection:
         "_unread_since",
         "answer_party",
         "body_party",
-        "has_unparsed",
+        "held_bytes",
         "is_exempt",
         "is_open",
         "party",
+        "unparsed_bytes",
         "waits_since",
     )
 
@@ -236,14 +241,16 @@ class Connection:
         """Time at which its phase began, and time since which it may be closed for others."""
         self._has_begun = False
         """Whether a byte of the head was received."""
-        self.has_unparsed = False
-        """Whether received bytes wait to be parsed."""
+        self.unparsed_bytes = 0
+        """Bytes in memory because some of them wait to be parsed."""
         self._is_uncounted = False
         """Whether its request is not counted as served, as a probe, or without an accepted key."""
         self._is_served = False
         """Whether it counts as a served connection."""
         self._body_bytes, self.body_party = 0, party
-        """Bytes of the body that were received, and the party that those in memory are accounted to."""
+        """Bytes of the body that were received, and the party that `held_bytes` are accounted to."""
+        self.held_bytes = 0
+        """Bytes in memory, of the body and those that are held unparsed."""
         self._answer_bytes, self.answer_party = 0, party
         """Bytes of a large answer of which a part is yet to be sent, and the party that they are accounted to."""
         self._unread, self._unread_since = 0, 0.0
@@ -291,9 +298,10 @@ class Connection:
         """
         if not self.is_open:
             return None
-        if not self._body_bytes:
+        party = party or self.party
+        if party != self.body_party:
             # Clients behind one proxy have one address: bodies of one key must not end those of others.
-            self.body_party = party or self.party
+            self._table.account_received(self, party)
         if self._phase != "answer":
             self._is_uncounted = is_uncounted
             refused = None if is_uncounted else self._table.refusal(self)
@@ -312,9 +320,14 @@ class Connection:
     def received_body(self, num_bytes: int) -> None:
         """Note that bytes of a body were received."""
         if self._phase == "body" and self.is_open:
-            before = self.held_bytes
             self._body_bytes += num_bytes
-            self._table.received_body(self, self.held_bytes - before)
+            self._count_held()
+
+    def hold_unparsed(self, num_bytes: int) -> None:
+        """Note how many bytes are in memory because some of them wait to be parsed."""
+        if self.is_open:
+            self.unparsed_bytes = num_bytes
+            self._count_held()
 
     def end_body(self) -> TooManyConnections | None:
         """Note that the request is complete. Returns the error if the request must be refused."""
@@ -367,6 +380,7 @@ class Connection:
         """Note that the connection has ended, for whatever reason. Idempotent."""
         if self.is_open:
             self.hold_answer(0, self.answer_party)
+            self.hold_unparsed(0)
             self.is_open = False
             self._release()
             self._table.closed(self)
@@ -385,10 +399,6 @@ class Connection:
     # -- for `Connections` --------------------------------------------------------------------------------------
 
     @property
-    def is_receiving_body(self) -> bool:
-        return self._phase == "body"
-
-    @property
     def body_rate(self) -> float:
         """Bytes a second of the body that is being received; infinite in other phases."""
         if self._phase != "body":
@@ -403,18 +413,13 @@ class Connection:
             return self._transport is not None and self._transport.get_write_buffer_size() > 0
         if self._phase == "body" and self.body_rate >= max(self._table.limits.body_rate, 1):
             return False
-        return not self.has_unparsed and not has_unread(self._socket)
+        return not self.unparsed_bytes and not has_unread(self._socket)
 
     @property
     def is_about_to_be_read(self) -> bool:
         """Whether the first bytes of its first request wait in the socket, to be read in one of the loop's next
         rounds."""
         return self._phase == "head" and not self._has_begun and has_unread(self._socket)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of its body that are in memory."""
-        return min(self._body_bytes, self._table.limits.request_bytes)
 
     def check(self, now: float) -> None:
         """End the connection if its client has been too slow, or has gone."""
@@ -517,14 +522,23 @@ class Connection:
             self._table.ended_request(self)
 
     def _release_body(self) -> None:
-        self._table.released_body(self, self.held_bytes)
         self._body_bytes = 0
+        self._count_held()
+
+    def _count_held(self) -> None:
+        held_bytes = min(self._body_bytes, self._table.limits.request_bytes) + self.unparsed_bytes
+        if held_bytes != self.held_bytes:
+            change, self.held_bytes = held_bytes - self.held_bytes, held_bytes
+            self._table.held_received(self, change)
 
     def _enter(self, phase: Phase) -> None:
         if not self.is_open:
             return
         self._phase, self._since = phase, self._table.clock()
         self._table.moved(self, makes_room=not self._is_served)
+
+
+_HELD_BYTES = operator.attrgetter("held_bytes")
 
 
 class _Waiting:
@@ -724,21 +738,21 @@ class Connections:
         self._served[connection.party] += 1
         self._waiting.discard(connection)
 
-    def received_body(self, connection: Connection, num_bytes: int) -> None:
-        """Count `num_bytes` more bytes of bodies in memory.
+    def held_received(self, connection: Connection, change: int) -> None:
+        """Count `change` more received bytes in memory.
 
-        Beyond the bound, the connection with the largest body, of the key or address that holds most, is closed.
+        Beyond the bound, connections that hold most, of the key or address that holds most, are closed.
         """
-        self._accounts.change(connection.body_party, "body_bytes", num_bytes)
-        if self._accounts.total("body_bytes") <= self.limits.body_bytes:
-            return
-        arriving = [each for each in self._open if each.is_receiving_body]
-        largest = max(arriving, key=lambda each: (self._accounts.used(each.body_party, "body_bytes"), each.held_bytes))
-        largest.evict()
+        self._accounts.change(connection.body_party, "body_bytes", change)
+        while change > 0 and self._accounts.total("body_bytes") > self.limits.body_bytes:
+            party = self._accounts.largest_user("body_bytes")
+            max((each for each in self._open if each.body_party == party), key=_HELD_BYTES).evict()
 
-    def released_body(self, connection: Connection, num_bytes: int) -> None:
-        """Note that a body is complete, or never will be, so that its bytes no longer count."""
-        self._accounts.change(connection.body_party, "body_bytes", -num_bytes)
+    def account_received(self, connection: Connection, party: str) -> None:
+        """Account the received bytes that a connection holds to `party` from now on."""
+        self._accounts.change(connection.body_party, "body_bytes", -connection.held_bytes)
+        connection.body_party = party
+        self._accounts.change(party, "body_bytes", connection.held_bytes)
 
     def held_answer(self, connection: Connection, change: int, *, is_held: bool) -> None:
         """Count `change` more bytes of large answers in memory.

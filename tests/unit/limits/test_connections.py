@@ -138,7 +138,7 @@ def test_the_oldest_of_the_address_with_the_most_waiting_connections_makes_room(
 def test_one_whose_bytes_wait_to_be_parsed_makes_no_room(edge: Edge) -> None:
     late, *others = [edge.connect() for _ in range(4)]
     late.send()
-    late.connection.has_unparsed = True
+    late.connection.hold_unparsed(1)
     edge.table.make_room(A)
     assert not late.is_aborted
     assert others[0].is_aborted
@@ -336,7 +336,7 @@ def test_pipelined_requests_count_one_by_one_and_those_without_an_accepted_key_n
         served.append(edge.table._num_served)
         peer.answered(complete=is_whole or number == len(kinds) - 1)
         if not is_whole and number == len(kinds) - 2:
-            assert peer.connection.is_receiving_body
+            assert peer.connection._phase == "body"
             peer.connection.end_body()
     # A slot is taken early for those that have arrived: once they begin, they cannot be refused.
     assert served == [1, 1, 1, 0, 0]
@@ -666,6 +666,37 @@ def test_a_keys_bodies_do_not_end_that_of_another_key_behind_the_same_proxy() ->
     assert not edge.accounts.users("body_bytes")
 
 
+def test_unparsed_bytes_count_as_those_of_bodies_and_for_the_key_of_the_request(edge: Edge) -> None:
+    edge = Edge(LIMITS._replace(per_address=8))
+    served, other, light = (edge.connect(A) for _ in range(3))
+    for peer, key in ((served, "heavy"), (other, "heavy"), (light, "light")):
+        peer.connection.hold_unparsed(100)
+        peer.request(key=key)
+    assert dict(edge.accounts.users("body_bytes")) == {"heavy": 200, "light": 100}
+    served.connection.hold_unparsed(500)
+    light.connection.hold_unparsed(300)
+    assert dict(edge.accounts.users("body_bytes")) == {"heavy": 600, "light": 300}
+    light.connection.hold_unparsed(401)
+    assert [peer.is_aborted for peer in (served, other, light)] == [True, False, False]
+    assert edge.closed("evicted") == 1
+    light.request(key="heavy")
+    assert dict(edge.accounts.users("body_bytes")) == {"heavy": 501}
+    light.connection.hold_unparsed(0)
+    other.connection.close()
+    assert not edge.accounts.users("body_bytes")
+
+
+def test_as_many_connections_are_closed_as_new_bytes_need(edge: Edge) -> None:
+    edge = Edge(LIMITS._replace(per_address=8))
+    small, large = [edge.connect(A) for _ in range(6)], edge.connect(B)
+    for peer in small:
+        peer.connection.hold_unparsed(160)
+    large.connection.hold_unparsed(400)
+    assert [peer.is_aborted for peer in (*small, large)].count(True) == 3
+    assert edge.accounts.total("body_bytes") == 880
+    assert not large.is_aborted
+
+
 def test_a_body_that_has_arrived_no_longer_counts(edge: Edge) -> None:
     peers = [edge.connect(A) for _ in range(3)]
     for peer in peers:
@@ -748,6 +779,11 @@ def test_limits_follow_from_the_settings_and_from_the_descriptors(
     limits = ConnectionLimits.of(ServerConfig(**settings), num_free, 2**20)
     assert limits[:2] == (connections, per_address)
     assert (limits.serving, limits.files) == (serving, files)
+
+
+def test_received_bytes_have_room_for_several_reads_although_bodies_must_be_small() -> None:
+    for max_request_bytes, body_bytes in ((1000, 2**26), (2**22, 2**28)):
+        assert ConnectionLimits.of(ServerConfig(), 1000, max_request_bytes).body_bytes == body_bytes
 
 
 def test_a_limit_beyond_the_descriptors_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
