@@ -242,7 +242,11 @@ class BatchRunner:
                 number = lines[-1].number
                 for line in lines:
                     await unfinished.acquire()
-                    body = [await self._begin_line(batch, line)]
+                    try:
+                        body = [await self._begin_line(batch, line)]
+                    except BaseException:  # A cancellation, while the party's other batches go on.
+                        unfinished.release()
+                        raise
                     task = running.create_task(self._run_line(batch, line, body))
                     task.add_done_callback(lambda _: self._end_line(batch))
                     task.add_done_callback(lambda _: unfinished.release())

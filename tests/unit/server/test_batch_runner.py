@@ -194,6 +194,32 @@ async def test_a_batch_that_is_cancelled_twice_at_once_ends(tmp_path: Path, monk
     await runner.close()
 
 
+async def test_a_batch_that_is_cancelled_before_a_line_begins_leaves_the_room_for_lines(tmp_path: Path) -> None:
+    """The room is that of all batches of the owner, and exists as long as one of them runs."""
+    store, app = BatchStore(tmp_path, 10**6), App()
+    app.held = asyncio.Event()
+    runner = runner_of(store, app, max_lines=3)
+    runs, begins, then = (add(store, names) for names in (["a"], ["b", "c", "d"], ["e", "f"]))
+    async with asyncio.timeout(20):
+        runner.run(runs)
+        while len(app.tried) < 1:
+            await asyncio.sleep(0.005)
+        async with runner._begins.hold("me"):
+            runner.run(begins)
+            while runner._unfinished["me"]._value > 1:
+                await asyncio.sleep(0.005)
+            await runner.cancel(begins)
+            await until_ended(store, begins)
+        runner.run(then)
+        while len(app.tried) < 3:
+            await asyncio.sleep(0.005)
+        app.held.set()
+        for batch in (runs, then):
+            await until_ended(store, batch)
+    assert sorted(app.tried) == ["a", "e", "f"]
+    await runner.close()
+
+
 async def test_work_in_the_loops_own_threads_delays_no_batch(tmp_path: Path) -> None:
     """They are shared with everything else, first come, first served."""
     store, app, busy = BatchStore(tmp_path, 10**6), App(), threading.Event()
