@@ -728,7 +728,7 @@ class Scheduler:
 
     def _fits(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
         """Whether a waiting sequence's whole prompt can be added to a step; if `paused`, that is interposed in it."""
-        if self._has_found_most or not (self._is_short(step, seq) and self.block_manager.can_allocate(seq)):
+        if not (self._is_short(step, seq) and self.block_manager.can_allocate(seq)):
             return False
         if paused is None or not self.block_manager.count_cached_tokens(seq):
             return True
@@ -743,8 +743,13 @@ class Scheduler:
         return self.block_manager.may_have_cached(seq, seq.num_tokens - most)
 
     def _is_short(self, step: StepBuilder, seq: Sequence) -> bool:
-        """Whether a sequence's whole prompt fits a step's tokens and time, and may be interposed."""
-        if not _may_be_interposed(seq):
+        """Whether a sequence's whole prompt fits a step's tokens and time, and may be interposed.
+
+        When the most cached tokens were found, a prompt that is short only because of cached blocks must wait.
+        """
+        if self.step_budget is None or not _may_be_interposed(seq):
+            return False
+        if self._has_found_most and seq.num_tokens > self.step_budget.max_interposed_tokens:
             return False
         count = max(1, seq.num_tokens - self.block_manager.count_cached_tokens(seq))
         return count <= step.budget and self._chunk(step, seq.num_tokens - count, count) >= count

@@ -51,23 +51,78 @@ def test_long_prompts_of_two_owners_advance_together_and_by_weight() -> None:
     assert c == pytest.approx(2 * a, abs=1200)
 
 
-@pytest.mark.parametrize("interposed", [0, 512])
+def choices_of(first: Sequence, made: SimulatedEngine, count: int, num_cached: int = 8192) -> list[Sequence]:
+    """New sequences with the cached prompt of one that has finished, which generate 20 tokens each."""
+    choices = [made.add(num_cached, 20, owner=first.owner, at=made.now) for _ in range(count)]
+    for each in choices:
+        each.token_ids[:] = first.token_ids[:num_cached]
+    return choices
+
+
 @pytest.mark.parametrize("others", [0, 1])
-def test_choices_of_a_cached_prompt_start_a_few_in_each_step_of_several_owners(others: int, interposed: int) -> None:
+def test_choices_of_a_cached_prompt_start_a_few_in_each_step_of_several_owners(others: int) -> None:
     """All 128 choices of a prompt of 131,072 tokens started before one step: all streams waited for 9 s."""
-    made = engine(default_step_seconds=0.5, max_step_seconds=None, max_interposed_tokens=interposed)
+    made = engine(default_step_seconds=0.5, max_step_seconds=None)
     streams = [made.add(16, 400, owner="other", at=made.now) for _ in range(others)]
     first = made.add(8192, 1, owner="many", at=made.now)
     made.run(lambda: first.is_finished)
-    choices = [made.add(8192, 20, owner="many", at=made.now) for _ in range(64)]
-    for each in choices:
-        each.token_ids[:] = first.token_ids[:8192]
-    begin, begin_interposed = len(made.steps), len(made.interposed)
+    choices = choices_of(first, made, 64)
+    begin = len(made.steps)
     made.run(lambda: all(each.is_finished for each in choices))
-    steps = [*(batch for batch, _ in made.steps[begin:]), *made.interposed[begin_interposed:]]
-    assert sum(len(batch.new_seqs) for batch in steps) == 64
-    assert max(len(batch.new_seqs) for batch in steps) == (4 if others else 64)
+    new = [len(batch.new_seqs) for batch, _ in made.steps[begin:]]
+    assert (sum(new), max(new)) == (64, 4 if others else 64)
     assert all(each.num_completion_tokens for each in streams)
+
+
+def test_choices_of_a_cached_prompt_start_a_few_in_each_interposed_step() -> None:
+    made = engine(default_step_seconds=0.5, max_step_seconds=None, max_interposed_tokens=512)
+    first = made.add(8192, 1, owner="many", at=made.now)
+    made.run()
+    for _ in range(3):
+        made.add(16, 4000, owner="streams", at=made.now)
+    for _ in range(60):
+        made.add(500, 20, owner="heavy", at=made.now)
+    for _ in range(100):
+        made.step()
+    choices = choices_of(first, made, 64)
+    begin = len(made.interposed)
+    made.run(lambda: all(each.num_completion_tokens for each in choices))
+    assert max(len(batch.new_seqs) for batch in made.interposed[begin:]) == 4
+
+
+def test_a_short_prompt_is_interposed_though_the_most_cached_tokens_were_found() -> None:
+    """It waited for the end of the step in which they were found: 0.7 s instead of 14 ms."""
+    made = SimulatedEngine(
+        device(0.01, 0.0002, decode=0.001), max_interposed_tokens=512, default_step_seconds=0.5, max_step_seconds=None
+    )
+    cached = made.add(40_000, 1, owner="many")
+    made.run()
+    made.add(16, 4000, owner="stream", at=made.now)
+    for _ in range(100):
+        made.step()
+    long = made.add(44_000, 1, owner="many", at=made.now)
+    long.token_ids[:40_000] = cached.token_ids[:40_000]
+    short = made.add(20, 5, owner="one", at=made.now + 0.02)
+    made.run(lambda: short.is_finished)
+    assert made.ttft(short) < 0.05
+
+
+def test_nothing_is_preempted_for_a_cached_prompt_that_is_not_interposed_since_the_most_were_found() -> None:
+    made = engine(default_step_seconds=0.5, max_step_seconds=None, max_interposed_tokens=512, max_num_seqs=8)
+    first = made.add(8192, 1, owner="one", at=made.now)
+    cached = made.add(40_000, 1, owner="many", at=made.now)
+    made.run()
+    for owner in ("stream", *["many"] * 6):
+        made.add(16, 4000, owner=owner, at=made.now)
+    for _ in range(100):
+        made.step()
+    made.add(40_000, 4000, owner="many", at=made.now).token_ids[:] = cached.token_ids[:40_000]
+    made.step()
+    assert made.scheduler.get_request_counts() == (8, 0)
+    choices_of(first, made, 1)
+    made._take_in()
+    assert made.scheduler.interpose() is None
+    assert made.scheduler.stats("", 0.0).preemptions == 0
 
 
 def test_with_one_owner_the_order_is_that_of_arrival() -> None:
