@@ -33,7 +33,7 @@ def loaded_metrics(num_replicas: int = 1, adapters: Sequence[str] = (), aliases_
     metrics.show_engine(model=lambda: MODEL, adapters=lambda: adapters)
     for replica in range(num_replicas):
         running, waiting = 3 + 4 * replica, 2 + 4 * replica
-        metrics.step(SchedulerStats(running, waiting, 100, 400, 64, 32, 1, 0, "decode", 0.01), 3, replica)
+        metrics.step(SchedulerStats(running, waiting, 100, 400, 64, 32, 1, "decode", 0.01), 3, replica)
     return metrics
 
 
