@@ -246,6 +246,8 @@ class HttpProtocol(HttpToolsProtocol):
         if len(data) <= _SLICE and may_parse:
             if len(data) <= _HEAD_SLICE:
                 self._parse(data)
+                if self.pipeline:
+                    self._choose_reading()
                 return
             self._num_read = len(data)
             self._parse_slice(memoryview(data))
@@ -451,6 +453,7 @@ class HttpProtocol(HttpToolsProtocol):
             return  # Of the head in `_feed`.
         self._head_bytes = self._num_pieces = self._piece_bytes = 0
         self._is_in_body = True
+        self._unset_keepalive_if_required()  # It was received before the last answer, and waited for its turn.
         try:
             self.url = _checked_target(self.parser.get_http_version(), self.url, self.headers)
         except BadRequest as error:

@@ -316,7 +316,7 @@ class BatchRunner:
             return body.pop() if body else await self._begin_line_later(batch, line, seconds)
 
         def find_owner() -> Owner | None:
-            holder = self._holder(batch.owner) if batch.owner else Owner(batch.party)
+            holder = self._holder(batch.party) if batch.owner else Owner(batch.party)
             if holder is None or "inference" not in holder.scopes:
                 return None
             # A separate party: the owner's live requests do not wait for its batches, and quotas are counted

@@ -88,17 +88,18 @@ class ApiKeys:
     def _accepted(self, digest: str) -> AcceptedKey | None:
         return self._given.get(digest) or self._filed.get(digest)
 
-    def holder(self, digest: str) -> Owner | None:
-        """Return the owner with this `Owner.key`, the digest of a key; None if the key was revoked or has expired.
+    def holder(self, party: str) -> Owner | None:
+        """Return the owner with this `Owner.party`; None if the key was revoked or has expired.
 
         For background work, which continues without its client. An identity provider's subject is accepted unchecked:
         its token is not stored.
         """
-        accepted = self._accepted(digest)
-        if accepted is None:
-            is_subject = self._tokens is not None and digest.startswith(SUBJECT_PREFIX)
-            return Owner.of_key(digest) if is_subject or not self else None
-        return None if accepted.has_expired else accepted.owner
+        accepted = self._accepted(party)
+        if accepted is not None:
+            return None if accepted.has_expired else accepted.owner
+        if self and (self._tokens is None or not party.startswith(SUBJECT_PREFIX)):
+            return None
+        return Owner(party, party.removeprefix(SUBJECT_PREFIX))
 
     def known_owner(self, headers: Iterable[tuple[bytes, bytes]]) -> Owner | None:
         """Return the owner of the first key in a request's headers that is accepted, or token that was verified

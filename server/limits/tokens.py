@@ -34,7 +34,7 @@ ALGORITHMS = (
 anybody could sign a token."""
 
 SUBJECT_PREFIX = "subject "
-"""Begins `Owner.key` of each subject, so that no revoked API key is taken for one."""
+"""Begins `Owner.party` of each subject, so that no revoked API key is taken for one."""
 
 _LEEWAY_SECONDS = 30
 """Accepted difference between the issuer's clock and this host's."""
@@ -322,8 +322,7 @@ class TokenVerifier:
             raise _refused("its subject (sub) is empty, so that it names no owner")
         digest = hashlib.sha256(f"{self._issuer}\0{subject}".encode("utf-8", "surrogatepass")).hexdigest()
         name = _UNSAFE.sub("_", subject[:_MAX_NAME])
-        party = SUBJECT_PREFIX + digest
-        return Owner(party, party, key_name=name, scopes=_scopes(claims))
+        return Owner(SUBJECT_PREFIX + digest, digest, key_name=name, scopes=_scopes(claims))
 
 
 def _scopes(claims: dict[str, Any]) -> frozenset[Scope]:

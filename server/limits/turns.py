@@ -113,6 +113,8 @@ class HeadTurns:
         """Connections whose new bytes may still be parsed in this round."""
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_round_due = False
+        self._context = contextvars.copy_context()
+        """Context of no request, for the callbacks of all connections."""
 
     def may_parse(self) -> bool:
         """Whether new bytes of a connection may be parsed now. If not, use `parse_later`."""
@@ -130,15 +132,17 @@ class HeadTurns:
     def _expect_round(self) -> None:
         if not self._is_round_due:
             self._is_round_due = True
-            asyncio.get_running_loop().call_soon(self._begin_round)
+            asyncio.get_running_loop().call_soon(self._begin_round, context=self._context)
 
     def _begin_round(self) -> None:
         self._is_round_due = False
         self._left = _MOST_PARSED
-        if len(self._waiting) > _MOST_PARSED:
-            self._expect_round()
-        for _ in range(min(len(self._waiting), _MOST_PARSED)):
-            self._waiting.popleft()()
+        try:
+            for _ in range(min(len(self._waiting), _MOST_PARSED)):
+                self._waiting.popleft()()
+        finally:  # A connection that fails must not keep the others.
+            if self._waiting:
+                self._expect_round()
 
 
 class RequestTurns:

@@ -433,6 +433,37 @@ def test_bytes_behind_requests_that_are_answered_are_bounded_in_all(is_tls: bool
     test()
 
 
+def test_a_read_ahead_with_tls_counts_after_a_single_pipelined_request_too(tmp_path: Path) -> None:
+    served, trusted = tls_contexts(tmp_path)
+
+    @run
+    async def test() -> None:
+        async with serving(tls=served) as edge:
+            client = await edge.connect(GET.replace(b"/x", b"/held"), trusted)
+            await until(lambda: edge.application.num_requests == 1)
+            client.writer.write(GET)
+            await until(lambda: edge.connections._accounts.total("body_bytes") >= 2**18)
+            edge.application.release.set()
+            await until(lambda: edge.connections._accounts.total("body_bytes") == 0)
+
+    test()
+
+
+@run
+async def test_a_request_that_waited_to_be_parsed_is_not_ended_as_an_idle_connection() -> None:
+    """Its answer was cut off when the time ended that began at the answer before it."""
+    async with serving() as edge:
+        client = await edge.connect()
+        await until(lambda: bool(edge.state.connections))
+        (protocol,) = edge.state.connections
+        padded = GET.removesuffix(b"\r\n") + b"X: " + b"p" * 600 + b"\r\n\r\n"
+        client.writer.write(padded * 2 + padded.replace(b"/x", b"/held"))
+        await until(lambda: edge.application.num_requests == 3)
+        assert protocol.timeout_keep_alive_task is None
+        edge.application.release.set()
+        await until(lambda: protocol.timeout_keep_alive_task is not None)
+
+
 @run
 async def test_pipelined_requests_after_a_body_wait_in_small_numbers_too() -> None:
     async with serving() as edge:

@@ -100,7 +100,7 @@ async def test_a_token_of_the_issuer_stands_for_its_subject(
 ) -> None:
     owner = await verifier.owner(token(key, algorithm, id))
     assert (owner.name, owner.scopes) == ("alice", {"inference"})
-    assert owner.party == owner.key
+    assert owner.party == f"subject {owner.key}"
     other = await verifier.owner(token(key, algorithm, id, sub="bob"))
     assert other.party != owner.party
     again = await verifier.owner(token(key, algorithm, id, jti="2"))
@@ -200,7 +200,8 @@ async def test_a_revoked_key_is_not_taken_for_a_subject(verifier: TokenVerifier,
     one, subject = keys.owner(b"sk-one"), await keys.authenticate(token())
     assert one is not None
     assert subject is not None
-    assert (one.key, subject.key) == (digest_of("sk-one"), subject.party)
+    assert one.key == one.party == digest_of("sk-one")
+    assert (subject.party, subject.key) == (f"subject {subject.key}", digest_of(f"{ISSUER}\0alice"))
     assert keys.holder(digest_of("sk-one")) == one
     file.write_text("sk-two\n")
     keys.reload()

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from server.limits.turns import FairLock, RequestTurns, begin_at_once
+from server.limits.turns import FairLock, HeadTurns, RequestTurns, begin_at_once
 
 _VALUE = contextvars.ContextVar("_VALUE", default="outside")
 
@@ -270,3 +270,18 @@ async def test_a_task_that_is_cancelled_at_its_turn_passes_the_lock_on() -> None
     tasks[0].cancel()  # It has the lock, and has not run yet.
     await asyncio.wait(tasks, timeout=5)
     assert order == ["third"]
+
+
+# -- heads ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_connection_that_fails_does_not_keep_the_heads_of_others_unparsed() -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    turns, parsed = HeadTurns(), list[object]()
+    _VALUE.set("of a request")
+    for divisor in (0, 1):
+        turns.parse_later(lambda divisor=divisor: parsed.append(1 // divisor))
+    turns.parse_later(lambda: parsed.append(_VALUE.get()))
+    while len(parsed) < 2:
+        await asyncio.sleep(0)
+    assert parsed == [1, "outside"], "rounds run in the context of no request"
