@@ -48,7 +48,7 @@ _MAX_REPEATED_LOGPROBS = 2**20
 _MAX_UNREAD_BYTES = 2**29
 """Unread bytes of all streams, beyond which a stream that grows is ended if its owner holds an equal part of them.
 They add up: a stream that is paused or complete holds no slot of the engine, so that another one runs. The prompts of
-paused streams count too."""
+such streams count too."""
 
 _PROMPT_TOKEN_BYTES = 36
 """Bytes of a token of a prompt: an entry of a list, and an integer."""
@@ -100,7 +100,7 @@ class Generation:
         params = firsts[0].sampling_params
         self._prompt_bytes = _PROMPT_TOKEN_BYTES * sum(len(each.prompt_token_ids) for each in firsts)
         self._held_prompt_bytes = 0
-        """Bytes of the prompts that are counted as unread, while the stream is paused."""
+        """Bytes of the prompts that are counted as unread, while the stream is paused or only waits for its reader."""
         self._prompt_logprob_bytes = 0
         if (alternatives := params.prompt_logprobs) is not None:
             num_tokens = sum(len(each.prompt_token_ids) for each in firsts)
@@ -280,6 +280,8 @@ class Generation:
             self._on_full,
             self._on_drained,
             lambda num_bytes: accounts.change(party, "stream_bytes", num_bytes),
+            lambda: self._hold_prompts(self._prompt_bytes),
+            len(self._states),
         )
         return self._stream
 

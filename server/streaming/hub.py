@@ -244,11 +244,14 @@ class DeltaStream:
         on_full: Callable[["DeltaStream"], object],
         on_drained: Callable[[], object],
         on_growth: Callable[[int], object] = lambda num_bytes: None,
+        on_end: Callable[[], object] = lambda: None,
+        count: int = 1,
     ) -> None:
         """`max_bytes` returns the present, approximate bound of the backlog, which has all waiting deltas but the
         first per sequence.
 
-        `on_growth` is called with the change of the backlog in bytes.
+        `on_growth` is called with the change of the backlog in bytes, and `on_end` when all of the `count` sequences
+        have ended, or the stream has failed: nothing but the client is waited for then.
         """
         self._pending: dict[int, RequestDelta] = {}
         self._backlog: dict[int, list[RequestDelta]] = {}
@@ -264,6 +267,8 @@ class DeltaStream:
         self._on_full = on_full
         self._on_drained = on_drained
         self._on_growth = on_growth
+        self._on_end = on_end
+        self._remaining = count
         self._is_full = False
 
     def put(self, index: int, delta: RequestDelta) -> None:
@@ -277,6 +282,10 @@ class DeltaStream:
             self._wake()
         elif delta.token_ids:
             self._textless.setdefault(index, []).append(delta)
+        if delta.finished:
+            self._remaining -= 1
+            if not self._remaining:
+                self._on_end()
 
     def _queue_delta(self, index: int, delta: RequestDelta) -> None:
         backlog = self._backlog.setdefault(index, [])
@@ -298,6 +307,7 @@ class DeltaStream:
         """Make `take` raise `error` after it has returned the earlier deltas."""
         self._error = error
         self._wake()
+        self._on_end()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

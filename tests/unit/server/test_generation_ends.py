@@ -537,10 +537,11 @@ async def test_prompts_of_paused_streams_count_to_that_bound(monkeypatch: pytest
         lag(front)
     paused = len(front.core.paused)
     assert 2 <= paused <= 4
-    assert 15_000 * paused < accounts.total("stream_bytes") < 60_000 + 15_000 + 20 * 8 * 400
+    num_texts = accounts.total("stream_bytes") - 20 * 15_000
+    assert 0 < num_texts < 60_000 + 20 * 8 * 400, "the prompts of ended streams stay in memory, too"
     for each in streams[:-1]:
         each.end()
-    assert accounts.total("stream_bytes") < 15_000
+    assert accounts.total("stream_bytes") < 2 * 15_000
     streams[-1].end()
     assert not accounts.total("stream_bytes")
 
@@ -554,6 +555,40 @@ async def test_prompts_of_paused_streams_count_to_that_bound(monkeypatch: pytest
     assert await taken
     assert not [event async for event in events]
     assert not any(accounts.of_owner(owner.party).values())
+
+
+@pytest.mark.parametrize("ending", ["last", "error", "timeout", "slow"])
+async def test_the_prompt_of_a_stream_that_only_waits_for_its_reader_counts_as_unread(
+    ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short answer is never paused, and holds its prompt for as long as its client does not read."""
+    monkeypatch.setattr(generation, "_PROMPT_TOKEN_BYTES", 5000)
+    front = FrontEnd(stream_buffer_bytes=1024, slow_readers="end")
+    accounts = front.admission.accounts
+    for is_read in (True, False):
+        running = half_over(front, n=2)
+        events = running.events(renderer(2))
+        first, second = sorted(front.core.running)
+        front.core.step([first], last=True)
+        front.core.step([second])
+        assert accounts.total("stream_bytes") < 15_000, "another choice runs"
+        if ending == "timeout":
+            await pass_time(TIMEOUT)
+        elif ending == "slow":
+            for _ in range(20):
+                front.core.step([second])
+                if not front.hub.num_live:
+                    break
+        else:
+            front.core.step([second], last=True, error="it broke" if ending == "error" else None)
+        assert not front.hub.num_live
+        assert 15_000 <= accounts.total("stream_bytes") < 30_000
+        if is_read:
+            assert [event async for event in events]
+        else:
+            running.end()
+        assert frontend_at_rest(front)
+        assert not accounts.total("stream_bytes")
 
 
 async def test_streams_that_are_not_full_add_up_to_that_bound_too(monkeypatch: pytest.MonkeyPatch) -> None:
