@@ -66,9 +66,20 @@ def test_the_digests_of_equal_prompts_are_computed_once(monkeypatch: pytest.Monk
     choices[0].token_ids += [1, 2]
     assert manager.count_cached_tokens(choices[0]) == 12
     assert choices[1].block_hashes == first.block_hashes[:2]
-    for other in (make_seq(prompt), make_seq(prompt, salt=8), make_seq([*prompt[:9], 5, 5, 5], salt=7)):
-        manager.count_cached_tokens(other)
-        assert other.block_hashes[0] == BlockManager.compute_hash(prompt[:4], first_parent(other.cache_salt))
+
+
+def test_prompts_that_are_not_equal_have_digests_of_their_own() -> None:
+    manager = make_manager(32)
+    prompt = list(range(12))
+    others = [make_seq(prompt), make_seq(prompt, salt=8), make_seq([*prompt[:4], *[9] * 8], salt=7)]
+    for other in (*others, make_seq([*prompt[:11], 9], salt=7), make_seq([9, *prompt[1:]], salt=7)):
+        manager.allocate(make_seq(prompt, salt=7))
+        manager.allocate(other)
+        parent, digests = first_parent(other.cache_salt), list[int]()
+        for begin in range(0, 12, BLOCK_SIZE):
+            parent = compute_hash(other.token_ids[begin : begin + BLOCK_SIZE], parent)
+            digests.append(parent)
+        assert other.block_hashes == digests
 
 
 def test_chains_of_other_salts_adapters_and_rope_lengths_start_apart() -> None:
