@@ -48,6 +48,14 @@ def test_long_prompts_are_indexed_a_part_before_each_step(monkeypatch: pytest.Mo
     assert len(proposed(mine, seqs)[0]) == 4
 
 
+def test_an_index_that_begins_again_to_grow_is_filled_a_part_before_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.speculative.drafts._MOST_INDEXED", 300)
+    mine, (seq,) = drafts(), running(1, CYCLE * 85, 10_000)
+    assert [len(proposed(mine, [seq])[0]) for _ in range(4)] == [0, 0, 0, 4], "1020 tokens, of which 1024 have room"
+    seq.token_ids += CYCLE
+    assert [len(proposed(mine, [seq])[0]) for _ in range(4)] == [0, 0, 0, 4]
+
+
 def test_no_draft_is_behind_what_a_sequence_may_become() -> None:
     assert proposed(drafts(), running(1, limit=15)) == [[1, 2]]
     assert proposed(drafts(), running(1, limit=13)) == [[]]

@@ -49,6 +49,13 @@ def test_drafts_pause_after_none_was_accepted() -> None:
     assert pause() == 1
 
 
+def test_runs_that_are_indexed_together_follow_those_indexed_before() -> None:
+    tokens, lookup = [1, 2, 3, 9, 5, 3, 8, 1, 2, 3], PromptLookup(1, 3)
+    while lookup.index(tokens, 4):
+        pass
+    assert lookup.propose(tokens, 1) == [9]
+
+
 @given(
     tokens=st.lists(st.integers(0, 2), min_size=1, max_size=40),
     shortest=st.integers(1, 3),
