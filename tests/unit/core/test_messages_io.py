@@ -71,6 +71,21 @@ def test_each_message_of_an_array_is_taken_in_order(wire: SimpleNamespace) -> No
     assert wire.take() == Shutdown()
 
 
+def test_a_request_shares_the_prompt_of_the_last_accepted_one_before_it_in_its_frame(wire: SimpleNamespace) -> None:
+    params = SamplingParams()
+    shares = [encode(AddRequest(number, [], params, shares_prompt=True)) for number in range(4)]
+    whole, malformed = encode(AddRequest(7, [5, 6], params)), encode({"type": "add", "request_id": 8})
+    wire.send(whole, encode(AbortRequests([9])), shares[0], malformed, shares[1])
+    wire.send(*shares[2:])
+    wire.send(encode(Shutdown()))
+    taken = [wire.take() for _ in range(4)]
+    assert [each.token_ids for each in taken if isinstance(each, Sequence)] == [[5, 6], [5, 6]]
+    assert taken[1:] == [AbortRequests([9]), taken[2], Shutdown()]
+    refused = [wire.receive().outputs[0] for _ in range(4)]
+    assert [(each.request_id, each.finish_reason) for each in refused] == [(id, "error") for id in (8, 1, 2, 3)]
+    assert all("no request was sent before this one" in each.error for each in refused[1:])
+
+
 def test_the_core_is_notified_of_each_sequence_once_it_is_queued(wire: SimpleNamespace) -> None:
     seen = SimpleQueue[int]()
     matchers = SimpleNamespace(
