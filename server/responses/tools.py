@@ -32,7 +32,7 @@ _HASH_CHARACTERS = 8
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name of a tool that the model sees, of at most 64 characters."""
+    """Return the name of a tool that the model sees, of at most 64 characters if it is a member of a namespace."""
     if namespace is None:
         return name
     flat = f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
