@@ -111,7 +111,7 @@ class ServerConfig(Section):
 
     batch_concurrency: Annotated[int, Field(ge=1)] | None = None
     """Most lines of batches that are computed at a time, an eighth of it while other requests run; in addition, as
-    many that are their owners' only ones; default: half of `max_num_seqs`, at most 32."""
+    many lines whose owners have no other line running; default: half of `max_num_seqs`, at most 32."""
 
     max_queued_requests: Annotated[int, Field(ge=1)] | None = None
     """Most sequences that may wait for their first token; further requests are answered 429; default:

@@ -43,8 +43,8 @@ _ROOM_CHECK_SECONDS = 0.05
 """Seconds between two computations of the owners' holdings."""
 _MOST_FOUND = 32768
 """Cached tokens after which no further prompt starts in a step of several owners. Finding and sharing their blocks
-takes 8 to 20 ms, during which no stream continues, and a cached prompt takes none of the step's tokens. Prompts that
-are short without cached blocks are still interposed."""
+takes 8 to 20 ms, during which no stream continues, and a cached prompt takes only one of the step's tokens. Prompts
+that are short without cached blocks are still interposed."""
 _MOST_EXAMINED = 8
 """Most owners whose next prompts are examined for one interposed step, which is chosen before each step and in each
 pause."""

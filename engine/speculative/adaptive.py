@@ -451,7 +451,7 @@ class DraftGate:
         self._debts[_indebted(group)] = max(-_CREDIT, self._debt(group) + seconds)
 
     def _debt(self, group: int) -> float:
-        """The debt of a row group; a new one has the largest of lower ones, since drafts lose with more rows too."""
+        """The debt of a row group; by default the largest of groups of fewer rows: drafts lose with more rows too."""
         group = _indebted(group)
         smaller = (debt for other, debt in self._debts.items() if other < group)
         return self._debts[group] if group in self._debts else max(smaller, default=-_CREDIT)

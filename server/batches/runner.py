@@ -284,8 +284,8 @@ class BatchRunner:
                         break
 
     def _may_begin(self, party: str) -> bool:
-        """Whether a line may run in addition to those that do. As many lines again may run as the first ones of their
-        owners: a line may run for hours."""
+        """Whether a further line of `party` may run. Beyond the usual limit, up to `_max_lines` more lines may run of
+        owners that have no running line, since a line may run for hours."""
         num_running = self._running.total()
         is_busy = self._num_live() > num_running
         most = max(1, self._max_lines // (_BUSY_SHARE if is_busy else 1))

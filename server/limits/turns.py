@@ -19,8 +19,8 @@ _MOST_BEGUN, _LEAST_BEGUN = 8, 2
 in every round, a quarter fewer of the shortest requests per second are answered."""
 
 _MOST_PARSED = 32
-"""Most connections whose new bytes are parsed per round, and most of those whose bytes wait. It is more than begin, so
-that the turns of parties do not depend on the order of heads."""
+"""Most connections whose new bytes are parsed per round, and most of those whose bytes wait. It exceeds the
+number of requests that begin per round, so that the turns of parties do not depend on the order of heads."""
 
 _LONG_ROUND_SECONDS, _LONG_FOR_LIGHT_SECONDS = 0.008, 0.002
 """Fewer requests begin after a round that took longer. The shorter time applies while there is a light party. A health
