@@ -118,7 +118,7 @@ class AddRequest(msgspec.Struct, tag="add", gc=False):
     """Relative share of the engine's tokens that its owner gets."""
     shares_tables: bool = False
     """Whether its `sampling_params` lack their tables, which equal those of the previous message: see
-    `share_tables`."""
+    `share_fields`."""
     shares_prompt: bool = False
     """Whether it lacks its prompt, which equals that of the previous message."""
     sent_time: float = 0.0
@@ -178,7 +178,7 @@ def _tables_of(params: SamplingParams) -> list[object]:
     return [getattr(params, name) for name in _TABLES]
 
 
-def share_tables(messages: Iterable[Inbound]) -> Iterator[Inbound]:
+def share_fields(messages: Iterable[Inbound]) -> Iterator[Inbound]:
     """Change messages that are sent together, so that prompts and tables which successive requests share are sent
     once.
 
@@ -202,7 +202,7 @@ def share_tables(messages: Iterable[Inbound]) -> Iterator[Inbound]:
         yield msgspec.structs.replace(message, **changes) if changes else message
 
 
-def take_tables(message: AddRequest, previous: AddRequest | None) -> None:
+def take_fields(message: AddRequest, previous: AddRequest | None) -> None:
     """Set the prompt and the tables of the previous message in a decoded message that shares them. Raises
     `ValueError` without one."""
     if not (message.shares_tables or message.shares_prompt):

@@ -30,7 +30,7 @@ from engine.messages import (
     Shutdown,
     StepOutputs,
     Stopped,
-    share_tables,
+    share_fields,
 )
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class CoreLink:
             # One frame: the send of each releases the interpreter's lock, which a computing thread then holds for a
             # while, so that the event loop would wait that long for each of a request's sequences.
             self.transport.send(
-                _encoder.encode([msgspec.Raw(_encoder.encode(each)) for each in share_tables(messages)])
+                _encoder.encode([msgspec.Raw(_encoder.encode(each)) for each in share_fields(messages)])
             )
 
     @property

@@ -30,7 +30,7 @@ from engine.messages import (
     Shutdown,
     StepOutputs,
     UnloadAdapter,
-    take_tables,
+    take_fields,
     terminal_output,
 )
 from engine.sequence import Sequence
@@ -173,7 +173,7 @@ class CoreSockets:
                 try:
                     message = decoder.decode(encoded)
                     if isinstance(message, AddRequest):
-                        take_tables(message, before)
+                        take_fields(message, before)
                         previous = message
                     else:
                         previous = before

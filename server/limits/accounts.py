@@ -30,13 +30,13 @@ Resource = Literal[
     "stored_responses",
     "stored_bytes",
 ]
-"""The counted resources, in this order: open connections; received bytes in memory that are
-unparsed, or of request bodies that are arriving; HTTP requests with API keys that are served; files that uploads and
-downloads hold open; jobs (parsing, rendering, tokenisation, grammar checks) that wait or run; admitted requests that
-have not ended, and their sequences; sequences without an output so far, and their prompt tokens; bytes of log
-probabilities that are in memory until an answer is complete, or will be; bytes of large answers that wait to be sent;
-bytes of streams that clients have not read; bytes of resumable streams with and without connected clients; running
-background responses; readers of background responses' events; stored responses, and their bytes."""
+"""The counted resources, in this order: open connections; received bytes in memory that are unparsed, or of request
+bodies that are arriving; HTTP requests with API keys that are served; files that uploads and downloads hold open; jobs
+(parsing, rendering, tokenisation, grammar checks) that wait or run; admitted requests that have not ended, and their
+sequences; sequences without an output so far, and their prompt tokens; bytes of log probabilities that are in memory
+until an answer is complete, or will be; bytes of large answers that wait to be sent; bytes of streams that clients
+have not read; bytes of resumable streams with and without connected clients; running background responses; readers of
+background responses' events; stored responses, and their bytes."""
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 

@@ -24,8 +24,8 @@ from engine.messages import (
     Stopped,
     TokenLogprobs,
     openai_finish_reason,
-    share_tables,
-    take_tables,
+    share_fields,
+    take_fields,
 )
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -141,14 +141,14 @@ def test_tables_that_the_choices_of_a_request_have_in_common_cross_the_wire_once
         AddRequest(4, [1], other),
         AddRequest(5, [1], SamplingParams()),
     ]
-    frames = [msgspec.msgpack.encode(message) for message in share_tables(sent)]
+    frames = [msgspec.msgpack.encode(message) for message in share_fields(sent)]
     assert len(frames[0]) > 5000
     assert max(map(len, frames[1:3])) < 250
     received, previous = [], None
     for frame in frames:
         message = msgspec.msgpack.decode(frame, type=Inbound)
         if isinstance(message, AddRequest):
-            take_tables(message, previous)
+            take_fields(message, previous)
             previous = message
             message.shares_tables = False
         received.append(message)
@@ -166,11 +166,11 @@ def test_a_prompt_that_choices_have_in_common_crosses_the_wire_once() -> None:
         *(AddRequest(choice, prompt, params) for choice in range(3)),
         AddRequest(3, list(prompt), SamplingParams()),
     ]
-    frames = [msgspec.msgpack.encode(message) for message in share_tables(sent)]
+    frames = [msgspec.msgpack.encode(message) for message in share_fields(sent)]
     assert [len(frame) > 5000 for frame in frames] == [True, False, False, True]
     received = [msgspec.msgpack.decode(frame, type=AddRequest) for frame in frames]
     for message, previous in zip(received, [None, *received[:-1]], strict=True):
-        take_tables(message, previous)
+        take_fields(message, previous)
     assert [message.prompt_token_ids for message in received] == [prompt] * 4
     assert received[2].prompt_token_ids is received[0].prompt_token_ids
     assert sent[1].prompt_token_ids is prompt, "what is sent again later is whole"
@@ -185,7 +185,7 @@ def test_a_request_that_shares_the_tables_of_none_is_refused() -> None:
         AddRequest(1, [], SamplingParams(), shares_prompt=True),
     ):
         with pytest.raises(ValueError, match="is set, but no request was sent before"):
-            take_tables(message, None)
+            take_fields(message, None)
 
 
 def test_garbage_collections_visit_no_alternatives_of_tokens() -> None:
